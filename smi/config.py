@@ -1,0 +1,278 @@
+"""The schema that every composed config must fit, and the places where configs and recipes are found.
+
+Hydra composes; `judge` decides. An unknown key is an error that names the nearest valid one, whichever way it came
+in, and a number that arrives as text is refused rather than converted.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """A config that does not fit the schema."""
+
+
+@dataclass
+class ModelConfig:
+    """RWKV-7's shape, or the checkpoint to start from.
+
+    `pretrained` is a file, a directory or a hub id; the shape is then read from the weights, and the one given
+    here is what they are expected to have.
+    """
+
+    name: str = MISSING
+    hidden_size: int = MISSING
+    num_hidden_layers: int = MISSING
+    head_dim: int = 64
+    decay_low_rank_dim: int = MISSING
+    a_low_rank_dim: int = MISSING
+    v_low_rank_dim: int = MISSING
+    gate_low_rank_dim: int = MISSING
+    pretrained: str | None = None
+    revision: str | None = None
+    gradient_checkpointing: bool = False
+
+
+@dataclass
+class TokenizerConfig:
+    """`source` is a name that `smi.tokenizer.load_tokenizer` knows, or a directory with a tokenizer.json."""
+
+    source: str = MISSING
+
+
+@dataclass
+class SourceConfig:
+    """Rows of one kind: files, and the adapter that reads them. `quota` is in supervised tokens an epoch."""
+
+    files: list[str] = MISSING
+    adapter: str = MISSING
+    quota: int | None = None
+    dataset: str | None = None
+    revision: str | None = None
+    licence: str | None = None
+
+
+@dataclass
+class DataConfig:
+    """What to train on: `kind` says which of the fields below it are read.
+
+    synthetic: `max_questions` a conversation; files: `train_files`, `val_files` and their `adapter`; mixture:
+    `source`, each with files below `mirror`.
+    """
+
+    kind: str = MISSING
+    max_questions: int = 4
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)
+    adapter: str = "messages"
+    mirror: str | None = None
+    source: dict[str, SourceConfig] = field(default_factory=dict)
+    max_length: int = 2048
+    pack_length: int = 2048
+    window: int = 512
+    val_fraction: float = 0.0
+    val_batches: int = 16
+
+
+@dataclass
+class KernelConfig:
+    """`backend` is a WKV backend's name, or auto."""
+
+    backend: str = "auto"
+
+
+@dataclass
+class HardwareConfig:
+    """What to run on, in Lightning's terms. `threads` are torch's on the CPU; null leaves them alone."""
+
+    accelerator: str = MISSING
+    devices: int = 1
+    precision: str = MISSING
+    strategy: str = "auto"
+    threads: int | None = None
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule; see `smi.training.module.Optimization`."""
+
+    lr: float = MISSING
+    final_lr_ratio: float = 0.1
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    eps: float = 1e-18
+    clip: float = 1.0
+
+
+@dataclass
+class TrainerConfig:
+    """How long, how often, and what is kept. Every count is in optimizer steps."""
+
+    max_steps: int = MISSING
+    accumulate: int = 1
+    val_every: int = 100
+    log_every: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 1
+    export: list[str] = field(default_factory=lambda: ["hf", "native"])
+    evaluate_tasks: int = 0
+
+
+@dataclass
+class LoggerConfig:
+    """`kind`: tensorboard, csv, wandb or none. `project` is W&B's."""
+
+    kind: str = MISSING
+    project: str = "smi"
+
+
+@dataclass
+class PathsConfig:
+    """`run_dir` holds everything that a run writes."""
+
+    run_dir: str = MISSING
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    name: str = MISSING
+    seed: int = 0
+    resume: str = "none"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.kind": ("synthetic", "files", "mixture"),
+    "logger.kind": ("tensorboard", "csv", "wandb", "none"),
+    "trainer.export": ("hf", "native"),
+}
+
+
+def judge(composed: DictConfig) -> Config:
+    """The composed config as objects.
+
+    Raises:
+        ConfigError: unknown or missing keys, values of the wrong type, unknown choices; all of them listed.
+    """
+    problems: list[str] = []
+    plain = OmegaConf.to_container(composed, resolve=True)
+    _check(plain, Config, "", problems)
+    if not problems:
+        problems += [f"{key} is missing: give it a value" for key in sorted(OmegaConf.missing_keys(composed))]
+    if problems:
+        raise ConfigError("this config does not fit:\n  " + "\n  ".join(problems))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"this config does not fit: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _check(value: Any, wanted: Any, where: str, problems: list[str]) -> None:
+    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
+        if value is None:
+            return
+        (wanted,) = (option for option in typing.get_args(wanted) if option is not type(None))
+    if value == "???":
+        return
+    origin = typing.get_origin(wanted)
+    if dataclasses.is_dataclass(wanted):
+        if not isinstance(value, dict):
+            problems.append(f"{where or 'the config'} should be a group of settings, not {value!r}")
+            return
+        known = {f.name: f.type for f in dataclasses.fields(wanted)}
+        for key, inner in value.items():
+            path = f"{where}.{key}" if where else str(key)
+            if key in known:
+                _check(inner, known[key], path, problems)
+            else:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+                problems.append(f"{path} is no setting; {hint}")
+    elif origin is dict:
+        if not isinstance(value, dict):
+            problems.append(f"{where} should be a group of settings, not {value!r}")
+            return
+        for key, inner in value.items():
+            _check(inner, typing.get_args(wanted)[1], f"{where}.{key}", problems)
+    elif origin is list:
+        if not isinstance(value, list):
+            problems.append(f"{where} should be a list, like [{value}], not {value!r}")
+            return
+        for i, inner in enumerate(value):
+            _check(inner, typing.get_args(wanted)[0], f"{where}[{i}]", problems)
+        _check_choice(value, where, problems)
+    elif wanted is bool:
+        if not isinstance(value, bool):
+            problems.append(f"{where} should be true or false, not {value!r}")
+    elif wanted is int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            problems.append(f"{where} should be a whole number, not {value!r}")
+    elif wanted is float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            problems.append(f"{where} should be a number, not {value!r}")
+    elif wanted is str:
+        if not isinstance(value, str):
+            problems.append(f"{where} should be text, not {value!r}: put it in quotes")
+        _check_choice([value], where, problems)
+
+
+def _check_choice(values: list[Any], where: str, problems: list[str]) -> None:
+    choices = CHOICES.get(where)
+    problems += [
+        f"{where} should be one of {', '.join(choices or ())}, not {value!r}"
+        for value in values
+        if choices and value not in choices
+    ]
+
+
+def _shipped(name: str) -> Path:
+    """`configs` or `recipes`: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
+
+
+def config_dir() -> Path:
+    """The directory of Hydra's groups."""
+    return _shipped("configs")
+
+
+def recipes() -> dict[str, Path]:
+    """The shipped recipes by name ("quickstart", "debug/overfit", ...)."""
+    root = _shipped("recipes")
+    return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
+
+
+def register_recipes() -> None:
+    """Makes every shipped recipe an option of the group `recipe`, so that `+recipe=NAME` finds it.
+
+    Hydra names a group after its directory and takes a `+group=name` it does not know for a plain value; stored
+    under the group, a wrong name is an error that lists the right ones.
+    """
+    store = ConfigStore.instance()
+    for name, file in recipes().items():
+        folder, _, stem = name.rpartition("/")
+        group = f"recipe/{folder}" if folder else "recipe"
+        store.store(group=group, name=stem, node=OmegaConf.load(file), package="_global_", provider="smi")

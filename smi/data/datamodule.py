@@ -1,0 +1,287 @@
+"""SMIDataModule: the one door between data and the trainer, and between data and a notebook.
+
+The training stream is endless: epochs follow each other, each in an order of its own. Within an epoch the
+blocks of each source's files are shuffled, sources are mixed by weight, and windows of documents are shuffled
+and packed. The sequence of packs is a pure function of the data, the settings and the seed; rank r of W takes
+the packs r, r + W, r + 2 W, ... of it, so every rank always has a next batch.
+
+How a run resumes is told in `smi.data.loader`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+
+from smi.data.batch import PackedBatch, pack
+from smi.data.loader import FixedBatches, Prefetch, TrainLoader
+from smi.data.packing import pack_windows
+from smi.data.pipeline import Compiler, Document, RowAccount, check_sources, epoch_documents, share_of
+from smi.data.sources import Source, SourceSpec, find_files
+from smi.protocol.codec import PlainTokenizer
+from smi.protocol.payloads import dumps
+
+# how far to look for held-out documents before saying that there are too few
+VALIDATION_ROWS = 200_000
+
+
+class SMIDataModule(LightningDataModule):
+    """Streams rows, compiles and packs them, and hands out `PackedBatch`es.
+
+    Without a Trainer: `for batch in dm.train_dataloader(): ...`.
+
+    Args:
+        tokenizer: see `smi.protocol.codec.PlainTokenizer`.
+        train: sources of rows, or a single one.
+        steps: optimizer steps planned; the training loader is `steps * accumulate` batches long.
+        val: sources of validation rows, read in full or until `val_batches` are full.
+        val_fraction: instead of `val`, the share of `train` to hold out, chosen by the content of a row.
+            Sources that make their conversations hold out their own kind instead.
+        val_batches: validation batches at most; they are the same at every validation, for any seed.
+        root: what relative file patterns are relative to.
+        max_length: tokens of a document; longer ones are rejected.
+        pack_length: tokens of a packed row.
+        window: documents gathered for shuffling and packing.
+        seed: of the training order.
+        accumulate: micro-batches of an optimizer step, per rank.
+        start: micro-batches at the head of the stream to leave out, per rank; for a run that goes on from the
+            weights of another one alone.
+
+    Raises:
+        ValueError: settings that contradict each other; later, missing files, and data without a row that is
+            accepted.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PlainTokenizer,
+        train: Source | Sequence[Source],
+        *,
+        steps: int,
+        val: Source | Sequence[Source] | None = None,
+        val_fraction: float = 0.0,
+        val_batches: int = 16,
+        root: str | Path = ".",
+        max_length: int = 2048,
+        pack_length: int = 2048,
+        window: int = 512,
+        seed: int = 0,
+        accumulate: int = 1,
+        start: int = 0,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.train_sources = _as_list(train)
+        self.val_sources = None if val is None else _as_list(val)
+        for name, value, least in (
+            ("steps", steps, 1),
+            ("accumulate", accumulate, 1),
+            ("window", window, 1),
+            ("val_batches", val_batches, 1),
+            ("start", start, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        if not 2 <= max_length <= pack_length:
+            raise ValueError(
+                f"max_length must be from 2 to pack_length, not {max_length} with pack_length {pack_length}: "
+                "a document must fit into one packed row"
+            )
+        if not 0.0 <= val_fraction < 1.0:
+            raise ValueError(f"val_fraction must be from 0 up to, not including, 1, not {val_fraction}")
+        if val is not None and val_fraction:
+            raise ValueError(
+                "give either val (sources of their own) or val_fraction (a share of train), not both"
+            )
+        check_sources(self.train_sources)
+        if self.val_sources is not None:
+            check_sources(self.val_sources)
+        self.steps = steps
+        self.val_fraction = val_fraction
+        self.val_batches = val_batches
+        self.root = root
+        self.max_length = max_length
+        self.pack_length = pack_length
+        self.window = window
+        self.seed = seed
+        self.accumulate = accumulate
+        self.start = start
+        self.account = RowAccount()
+        """What became of the training rows since the stream was last begun, prefetched batches included."""
+        self.val_account = RowAccount()
+        self._compiler = Compiler(tokenizer, max_length)
+        self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
+        self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the files and make the validation batches, so that what is wrong shows before training."""
+        for source in self.train_sources:
+            if isinstance(source, SourceSpec):
+                find_files(source, self.root)
+        self._validate()
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Stop the prefetching threads."""
+        for batches in list(self.live):
+            batches.close()
+
+    def train_dataloader(self) -> TrainLoader:
+        """The training stream, see `TrainLoader`."""
+        return TrainLoader(self)
+
+    def val_dataloader(self) -> FixedBatches | list[Any]:
+        """The validation batches, the whole of them on every rank; an empty list where there are none."""
+        batches, _ = self._validate()
+        return FixedBatches(batches) if batches else []
+
+    def report(self) -> None:
+        """Print what became of the rows, source by source."""
+        from rich.console import Console
+
+        console = Console()
+        console.print(self.account.table("Training rows"))
+        if self.val_account.rows:
+            console.print(self.val_account.table("Validation rows"))
+
+    def packs(self) -> Iterator[list[Document]]:
+        """The documents of each pack of the training stream, from its beginning and without end.
+
+        Begins a new `account`. Raises ValueError with the account where an epoch holds no document.
+        """
+        held_out = self._validate()[1]
+        files = {source.name for source in self.train_sources if isinstance(source, SourceSpec)}
+
+        def refuse(source: str, mark: bytes) -> str | None:
+            out = mark in held_out or (source in files and share_of(mark) < self.val_fraction)
+            return "held_out" if out else None
+
+        # the latest stream is the one reported
+        self.account = account = RowAccount()
+        return self._epochs(account, refuse)
+
+    def _epochs(
+        self, account: RowAccount, refuse: Callable[[str, bytes], str | None]
+    ) -> Iterator[list[Document]]:
+        for epoch in itertools.count():
+            order = f"{self.seed}/{epoch}"
+            documents = epoch_documents(
+                self.train_sources,
+                self._compiler,
+                account,
+                root=self.root,
+                order=order,
+                epoch=epoch,
+                refuse=refuse,
+            )
+            pack_count = 0
+            for members in pack_windows(
+                ((document, document.tokens) for document in documents),
+                window=self.window,
+                capacity=self.pack_length,
+                rng=Random(f"{order}/packs"),
+            ):
+                pack_count += 1
+                yield members
+            if not pack_count:
+                raise ValueError(f"no training row was accepted, so there is nothing to train on\n{account}")
+
+    def _validate(self) -> tuple[list[PackedBatch], frozenset[bytes]]:
+        """Validation batches, and the fingerprints of the documents in them. Made once."""
+        if self._validation is None:
+            self._validation = self._make_validation()
+        return self._validation
+
+    def _make_validation(self) -> tuple[list[PackedBatch], frozenset[bytes]]:
+        sources = self.val_sources
+        if sources is None:
+            if not self.val_fraction:
+                return [], frozenset()
+            sources = self.train_sources
+        share = 1.0 if self.val_sources is not None else self.val_fraction
+        files = {source.name for source in sources if isinstance(source, SourceSpec)}
+        self.val_account = account = RowAccount()
+        documents: list[Document] = []
+        room = self.val_batches * self.pack_length
+        for document in epoch_documents(
+            sources,
+            self._compiler,
+            account,
+            root=self.root,
+            # one order for every seed, so that runs can be compared
+            order="validation",
+            held_out=self.val_sources is None,
+            limit=VALIDATION_ROWS,
+            refuse=lambda source, mark: (
+                "not_held_out" if source in files and share_of(mark) >= share else None
+            ),
+        ):
+            room -= document.tokens
+            documents.append(document)
+            if room <= 0:
+                break
+        if not documents:
+            raise ValueError(f"no validation row was accepted among {account.rows:,}\n{account}")
+        packs = pack_windows(
+            ((document, document.tokens) for document in documents),
+            window=len(documents) + 1,
+            capacity=self.pack_length,
+            rng=Random("validation"),
+        )
+        chosen = list(itertools.islice(packs, self.val_batches))
+        marks = frozenset(document.fingerprint for members in chosen for document in members)
+        return [self.batch(members) for members in chosen], marks
+
+    def batch(self, members: list[Document]) -> PackedBatch:
+        return pack([document.example for document in members], capacity=self.pack_length)
+
+    def settings(self, world_size: int) -> dict[str, Any]:
+        """What the order of batches depends on, as plain values."""
+        data: list[Any] = []
+        for source in self.train_sources:
+            if isinstance(source, SourceSpec):
+                files = [[file.name, file.stat().st_size] for file in find_files(source, self.root)]
+                data.append([source.name, source.adapter, source.weight, source.quota, files])
+            else:
+                plain = {
+                    k: v
+                    for k, v in sorted(getattr(source, "__dict__", {}).items())
+                    if isinstance(v, int | float | str)
+                }
+                data.append([source.name, type(source).__qualname__, plain])
+        marks = sorted(mark.hex() for mark in self._validate()[1])
+        return {
+            "data": _digest(data),
+            "validation": _digest(marks),
+            "val_fraction": self.val_fraction,
+            "tokenizer": getattr(self.tokenizer, "fingerprint", None),
+            "seed": self.seed,
+            "max_length": self.max_length,
+            "pack_length": self.pack_length,
+            "window": self.window,
+            "accumulate": self.accumulate,
+            "start": self.start,
+            "world_size": world_size,
+        }
+
+    def running(self) -> Trainer | None:
+        """The Trainer, while it fits with this module."""
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        return trainer if trainer.state.status == TrainerStatus.RUNNING else None
+
+
+def _as_list(sources: Source | Sequence[Source]) -> list[Source]:
+    return list(sources) if isinstance(sources, Sequence) else [sources]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(dumps(value).encode()).hexdigest()

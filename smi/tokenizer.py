@@ -1,0 +1,288 @@
+"""Loading tokenizers so that payloads stay text: lossless, and never a special or structural id.
+
+Two encoders stand behind one class. World-form vocabularies (greedy longest match over bytes, as in RWKV
+World) go to a trie in native code; every other tokenizer.json to the `tokenizers` library, from a copy that
+knows no special tokens. Both decode through a table of the bytes that each id stands for, so decoding inverts
+encoding exactly.
+Protocol sections: "Security", "Reference Serialization", "Recommended Token Allocation".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+
+from smi import tokenizer_json
+from smi.protocol.tokens import SLOTS, StructuralIds, slot_tokens
+
+WORLD = "rwkv_world"
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BLANK = "▁"
+
+
+class Tokenizer:
+    """A tokenizer with the structural tokens installed; made by `load_tokenizer`.
+
+    name: what it was loaded from. structural: the ids of the slots. eos_id: its own end of sequence.
+    vocab_size: rows of the vocabulary, structural rows included.
+    fingerprint: sha256 (hex) over vocabulary, text rules, eos and structural ids; equal means equal ids.
+    """
+
+    def __init__(self, name: str, document: dict[str, Any], config: dict[str, Any], slots: int) -> None:
+        self.name = name
+        self._config = config
+        self._document = document = tokenizer_json.install(document, slots)
+        added = {token["content"]: token["id"] for token in document["added_tokens"]}
+        ids = tokenizer_json.vocabulary(document) | added
+        self.structural = StructuralIds(tuple(added[token] for token in slot_tokens(SLOTS) if token in added))
+        self.vocab_size = max(ids.values()) + 1
+        if config["eos_token"] not in ids:
+            raise ValueError(f"its end-of-sequence token {config['eos_token']!r} is not in its vocabulary")
+        self.eos_id = ids[config["eos_token"]]
+
+        plain, self._prefix = tokenizer_json.plain_copy(document, self.eos_id)
+        self._pieces = tokenizer_json.piece_bytes(plain, self.vocab_size)
+        kept = {token["id"] for token in plain["added_tokens"]}
+        for id in {self.eos_id, *added.values()} - kept:
+            self._pieces[id] = None
+        self._byte_ids = tokenizer_json.byte_ids(plain, self._pieces)
+        self._exact = tokenizer_json.is_world_form(plain)
+        self._encode_plain = _trie_encoder(self._pieces) if self._exact else _library_encoder(plain)
+        # spellings that some vocabularies take for something other than text, the longest first
+        awkward = {
+            text for text, id in ids.items() if text and (self._pieces[id] is None or text[:3] == "<0x")
+        }
+        spellings = sorted(awkward | {_BLANK}, key=lambda text: (-len(text), text))
+        self._awkward = re.compile(f"({'|'.join(map(re.escape, spellings))})")
+
+        identity = {
+            "plain": plain,
+            "prefix": self._prefix,
+            "eos": self.eos_id,
+            "slots": self.structural.to_dict(),
+        }
+        self.fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self._probe()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self.name, self._document, self._config, self.structural.slots)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; never a special or structural id. ValueError if the text cannot be kept exactly."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, the same as one by one."""
+        if self._exact:
+            return self._encode_plain(texts)
+        prefixed = [self._prefix + text if text else "" for text in texts]
+        batch = self._encode_plain(prefixed)
+        return [self._verified(ids, text) for ids, text in zip(batch, prefixed, strict=True)]
+
+    def decode(self, ids: Iterable[int], errors: Literal["strict", "replace"] = "strict") -> str:
+        """The text of text ids, the exact inverse of `encode`.
+
+        strict: ValueError for ids without text (special, structural, unused, out of range) and for ids whose
+        bytes are no UTF-8, such as half a character. replace: U+FFFD for each; defined for every input.
+        """
+        parts = [self.token_bytes(id) for id in ids]
+        if errors == "strict" and None in parts:
+            raise ValueError(f"id at position {parts.index(None)} stands for no text")
+        data = b"".join("\N{REPLACEMENT CHARACTER}".encode() if part is None else part for part in parts)
+        return data.decode("utf-8", errors).removeprefix(self._prefix)
+
+    def token_bytes(self, id: int) -> bytes | None:
+        """The bytes an id stands for within a text; None where it stands for no text."""
+        return self._pieces[id] if 0 <= id < self.vocab_size else None
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write files that transformers and `load_tokenizer` load to the same ids.
+
+        tokenizer.json, tokenizer_config.json, chat_template.jinja and smi_token_ids.json.
+        """
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        tokens = self._document["added_tokens"]
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        config = {
+            "added_tokens_decoder": {
+                str(token["id"]): {key: token[key] for key in flags} for token in tokens
+            },
+            "additional_special_tokens": list(self.structural.to_dict()),
+            "backend": "tokenizers",
+            "clean_up_tokenization_spaces": False,
+            **self._config,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+        for file, value in (
+            ("tokenizer.json", self._document),
+            ("tokenizer_config.json", config),
+            ("smi_token_ids.json", self.structural.to_dict()),
+        ):
+            (target / file).write_text(json.dumps(value, ensure_ascii=False, indent=2), encoding="utf-8")
+        template = files("smi.protocol").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+        (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+    def _verified(self, ids: list[int], text: str) -> list[int]:
+        data = text.encode("utf-8")
+        if self._bytes(ids) == data:
+            return ids
+        # a spelling was taken for something else: spell it byte by byte instead
+        ids = []
+        for index, part in enumerate(self._awkward.split(text)):
+            ids += (
+                [self._byte_ids[byte] for byte in part.encode()]
+                if index % 2
+                else self._encode_plain([part])[0]
+            )
+        if self._bytes(ids) != data:
+            after = self.decode(ids, errors="replace")
+            before = text.removeprefix(self._prefix)
+            raise ValueError(f"it changes text: {before[:80]!r} comes back as {after[:80]!r}")
+        return ids
+
+    def _bytes(self, ids: list[int]) -> bytes | None:
+        parts = [self._pieces[id] for id in ids]
+        return None if None in parts else b"".join(parts)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def _probe(self) -> None:
+        """Refuse a tokenizer that changes text or lets text become a special id."""
+        special = [token["content"] for token in self._document["added_tokens"]]
+        texts = [*_PROBES, *special, *(f"a {token} b\n{token}{token}" for token in special)]
+        for text in texts:
+            ids = self.encode(text)
+            if self._bytes(ids) is None or self.decode(ids) != text:
+                after = self.decode(ids, errors="replace")
+                raise ValueError(
+                    f"{self.name} changes text: {text!r} comes back as {after!r}; it cannot be used"
+                )
+
+
+_PROBES = (
+    "",
+    "\n",
+    "\n\n",
+    "\nline\n\n\nline\r\n\ttab\t\n",
+    " leading",
+    "trailing ",
+    "  two  and   three    blanks  ",
+    "MiXeD UPPER lower",
+    "\N{GRINNING FACE} 👩\N{ZERO WIDTH JOINER}🚀 🏳️\N{ZERO WIDTH JOINER}🌈",
+    "漢字かな交じり文 한국어 ไทย العربية हिन्दी",
+    "e\N{COMBINING ACUTE ACCENT} A\N{COMBINING RING ABOVE} é Å ﬁ ① \N{FULLWIDTH LATIN CAPITAL LETTER A}",
+    "\N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{BYTE ORDER MARK}\0\x7f\N{REPLACEMENT CHARACTER}",
+    "don't , stop . it 's \N{LEFT DOUBLE QUOTATION MARK}x\N{RIGHT DOUBLE QUOTATION MARK}",
+    "## ▁ ▁▁ Ġ Ċ <0x0A> <unk> </s>",
+)
+
+
+def load_tokenizer(source: str, slots: int = 10) -> Tokenizer:
+    """Load a tokenizer and install the structural tokens if they are absent.
+
+    source: "rwkv_world", or a directory holding tokenizer.json, with the end-of-sequence token named in
+    tokenizer_config.json, or by id in generation_config.json or config.json.
+    slots: 10, or 32 to add the reserved rows as well; slots the files already have are kept.
+    Raises ValueError when there is no such tokenizer, when it names no end of sequence, or when it cannot
+    keep text exactly and apart from special tokens (lower-casing, white-space folding, unknown characters).
+    """
+    slot_tokens(slots)
+    if source == WORLD:
+        return Tokenizer(WORLD, *tokenizer_json.world_files(), slots)
+    directory = Path(source)
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"no tokenizer at {source!r}: expected {WORLD!r} or a directory holding tokenizer.json"
+        )
+    try:
+        document = _read_json(path)
+        tokenizer = Tokenizer(directory.resolve().name, document, _config(directory, document), slots)
+        ids = directory / "smi_token_ids.json"
+        if ids.is_file() and _read_json(ids) != tokenizer.structural.to_dict():
+            raise ValueError("smi_token_ids.json and tokenizer.json disagree about the structural ids")
+    except ValueError as error:
+        raise ValueError(f"the tokenizer in {source} cannot be used: {error}") from None
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from None
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"{path.name} should hold a JSON object")
+
+
+def _config(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """The part of tokenizer_config.json that is kept: named tokens as text, padding side, length limit."""
+    present = {
+        file: _read_json(directory / file)
+        for file in ("tokenizer_config.json", "generation_config.json", "config.json")
+        if (directory / file).is_file()
+    }
+    given = present.get("tokenizer_config.json", {})
+    config = {key: given[key] for key in ("padding_side", "model_max_length") if key in given}
+    for key in _NAMED_TOKENS:
+        token = given.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            config[key] = token
+    if "eos_token" not in config:
+        by_id = {token["id"]: token["content"] for token in document.get("added_tokens", [])}
+        by_id |= {id: text for text, id in tokenizer_json.vocabulary(document).items() if id not in by_id}
+        for file in ("generation_config.json", "config.json"):
+            ids = present.get(file, {}).get("eos_token_id")
+            first = ids[0] if isinstance(ids, list) and ids else ids
+            if first in by_id:
+                config["eos_token"] = by_id[first]
+                break
+        else:
+            raise ValueError(
+                "it names no end-of-sequence token: set eos_token in tokenizer_config.json, "
+                "or eos_token_id in generation_config.json"
+            )
+    return config
+
+
+def _trie_encoder(pieces: list[bytes | None]) -> Callable[[Sequence[str]], list[list[int]]]:
+    """The native encoder for a World-form vocabulary; linear time, where the library's form takes cubic."""
+    from pyrwkv_tokenizer import RWKVTokenizer
+
+    def line(id: int, piece: bytes) -> str:
+        escapes = piece.hex("|").replace("|", "\\x")
+        return f"{id} b'\\x{escapes}' {len(piece)}\n"
+
+    lines = [line(id, piece) for id, piece in enumerate(pieces) if piece]
+    # it reads vocabularies from files alone
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "vocabulary.txt"
+        path.write_text("".join(lines), encoding="utf-8")
+        encode = RWKVTokenizer(vocab_filepath=str(path)).encode
+    # one by one: its batch call starts threads, which do not survive the fork of a loader worker
+    return lambda texts: [encode(text) for text in texts]
+
+
+def _library_encoder(plain: dict[str, Any]) -> Callable[[Sequence[str]], list[list[int]]]:
+    library = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    # with special tokens gone, the library may number the added tokens that stay anew
+    renumbered = {library.token_to_id(token["content"]): token["id"] for token in plain["added_tokens"]}
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        batch = library.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            [renumbered.get(id, id) for id in encoding.ids] if renumbered else encoding.ids
+            for encoding in batch
+        ]
+
+    return encode

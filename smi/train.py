@@ -1,0 +1,135 @@
+"""Trains RWKV-7 on SMI streams: compose a config, fit, export.
+
+    python -m smi.train +recipe=quickstart
+    python -m smi.train +recipe=quickstart optim.lr=1e-3 trainer.max_steps=50
+    python -m smi.train -m +recipe=quickstart seed=1,2
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from smi.config import Config, ConfigError, config_dir, judge, recipes, register_recipes
+
+if TYPE_CHECKING:
+    from smi.data import SMIDataModule
+    from smi.tokenizer import Tokenizer
+
+log = logging.getLogger("smi")
+
+
+def train(config: Config) -> dict[str, float]:
+    """One run, from a judged config to an export directory. Returns its figures by name.
+
+    Raises:
+        ValueError: whatever is wrong with config, files, checkpoint, data or kernel, before training starts.
+    """
+    import lightning as L
+    import torch
+    from rich.console import Console
+
+    from smi.training.callbacks import ProgressReport
+    from smi.training.checkpoint import AtomicCheckpointIO, checkpoint_callback
+    from smi.training.export import export_model
+    from smi.training.setup import (
+        build_data,
+        build_logger,
+        build_model,
+        build_tokenizer,
+        evaluate_tasks,
+        optimization,
+        prepare_run_dir,
+    )
+    from smi.training.module import SMIModule
+
+    console = Console()
+    run_dir = Path(config.paths.run_dir)
+    checkpoint = prepare_run_dir(config)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    if config.hardware.threads is not None:
+        torch.set_num_threads(config.hardware.threads)
+
+    tokenizer = build_tokenizer(config)
+    data = build_data(config, tokenizer)
+    model = build_model(config, tokenizer)
+    trainer = L.Trainer(
+        accelerator=config.hardware.accelerator,
+        devices=config.hardware.devices,
+        strategy=config.hardware.strategy,
+        precision=config.hardware.precision,  # type: ignore[arg-type]
+        max_steps=config.trainer.max_steps,
+        accumulate_grad_batches=config.trainer.accumulate,
+        gradient_clip_val=config.optim.clip,
+        val_check_interval=config.trainer.val_every * config.trainer.accumulate,
+        check_val_every_n_epoch=None,
+        log_every_n_steps=config.trainer.log_every,
+        logger=build_logger(config),
+        callbacks=[
+            ProgressReport(console),
+            checkpoint_callback(
+                run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints
+            ),
+        ],
+        plugins=[AtomicCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
+    data.report()
+
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if trainer.is_global_zero:
+        if config.trainer.evaluate_tasks:
+            figures |= evaluate_tasks(config, model, tokenizer, console)
+        export = export_model(
+            model,
+            tokenizer,
+            run_dir / "export",
+            formats=config.trainer.export,
+            config_yaml=(run_dir / "config.yaml").read_text(encoding="utf-8"),
+            figures={"steps": trainer.global_step} | {k: f"{v:.4g}" for k, v in figures.items()},
+        )
+        console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False)
+    return figures
+
+
+def _usage() -> str:
+    lines = ["python -m smi.train +recipe=NAME [group=option] [key=value] ...", "", "recipes:"]
+    for name, file in recipes().items():
+        title = file.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
+        lines.append(f"  {name:<18} {title}")
+    lines += ["", "start here: python -m smi.train +recipe=quickstart", "all settings: add --cfg job"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line."""
+    if len(sys.argv) == 1:
+        print(_usage())
+        sys.exit(2)
+    register_recipes()
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
+    def run(composed: DictConfig) -> dict[str, float]:
+        alone = HydraConfig.get().mode == RunMode.RUN
+        try:
+            composed.paths.run_dir = HydraConfig.get().runtime.output_dir
+            return train(judge(composed))
+        except ValueError as error:
+            if not alone:  # in a sweep the other jobs go on, and Hydra reports the failed ones
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training: the LightningModule, its loss, its optimizer and its callbacks."""

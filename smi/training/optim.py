@@ -1,0 +1,52 @@
+"""AdamW and the learning-rate schedule, as the official RWKV-7 trainer has them."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+# the decay's bias learns at twice the rate of everything else
+DECAY_BIAS = "att.w0"
+
+
+def parameter_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict]:
+    """RWKV-LM's groups for x070: ``att.w0`` at twice the rate; weight decay on matrices only.
+
+    "Matrices" are the weights of Linear and Embedding layers. The low-rank factors and r_k, though of two
+    dimensions, are not among them.
+    """
+    matrices = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)
+    }
+    decayed, plain, fast = [], [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name.endswith(DECAY_BIAS):
+            fast.append(parameter)
+        elif id(parameter) in matrices:
+            decayed.append(parameter)
+        else:
+            plain.append(parameter)
+    groups = [
+        {"name": "matrices", "params": decayed, "lr": lr, "weight_decay": weight_decay},
+        {"name": "vectors", "params": plain, "lr": lr, "weight_decay": 0.0},
+        {"name": "decay_bias", "params": fast, "lr": 2 * lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def cosine_with_warmup(step: int, *, max_steps: int, warmup_steps: int, final_ratio: float) -> float:
+    """Factor on the learning rate in optimizer step `step` (from 0): linear to 1, then a cosine to `final_ratio`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
+    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiplies all gradients by `factor`, in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,275 @@
+"""Every backend against the recurrence in float64: output, final state and all seven gradients."""
+
+import pytest
+import smi_kernels
+import torch
+import torch.nn.functional as F
+from smi_kernels import Backend, Verdict, wkv7
+from smi_kernels.inputs import segment_bounds
+
+BACKENDS = [name for name in smi_kernels.available() if name != "recurrent"]
+NAMES = ("o", "state", "dr", "dw", "dk", "dv", "da", "db", "dstate")
+
+
+def make_inputs(B, T, H, N, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(B, T, H, N, generator=generator, dtype=torch.float64)
+
+    r, k, v = normal(), normal(), normal()
+    w = -0.6065306597126334 * torch.sigmoid(2 * normal())
+    kk = F.normalize(normal(), dim=-1)
+    b = kk * torch.sigmoid(normal())
+    return [x.to(dtype) for x in (r, w, k, v, -kk, b)]
+
+
+def make_state(S, H, N, dtype=torch.float64, seed=7):
+    # not symmetric: a state read transposed must show
+    return torch.randn(S, H, N, N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run_all(backend, inputs, state, cu_seqlens=None):
+    """Outputs and gradients for a fixed random direction."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    state = state.detach().clone().requires_grad_()
+    o, final = wkv7(*inputs, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)
+    generator = torch.Generator().manual_seed(3)
+    loss = (o.double() * torch.randn(o.shape, generator=generator, dtype=torch.float64)).sum()
+    loss = loss + (final.double() * torch.randn(final.shape, generator=generator, dtype=torch.float64)).sum()
+    loss.backward()
+    return [o.detach(), final.detach(), *(x.grad for x in inputs), state.grad]
+
+
+def assert_close(got, want, tolerance):
+    for name, x, y in zip(NAMES, got, want, strict=True):
+        assert torch.isfinite(x).all(), name
+        error = (x.double() - y.double()).abs().max() / y.double().abs().max()
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 64, 65, 127])
+def test_rows_of_any_length(backend, T):
+    inputs, state = make_inputs(2, T, 2, 32), make_state(2, 2, 32)
+    assert_close(run_all(backend, inputs, state), run_all("recurrent", inputs, state), 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("N", [32, 64, 128])
+def test_head_sizes(backend, N):
+    inputs, state = make_inputs(1, 40, 2, N), make_state(1, 2, N)
+    assert_close(run_all(backend, inputs, state), run_all("recurrent", inputs, state), 1e-12)
+
+
+# boundaries on and off the edges of a chunk, documents of one token, long before short
+CUTS = [[0, 5, 65, 150], [0, 1, 2, 34, 64], [0, 16, 32, 48], [0, 100, 101, 117]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_packed_rows(backend, cut):
+    cu_seqlens = torch.tensor(cut, dtype=torch.int32)
+    inputs, state = make_inputs(1, cut[-1], 2, 32), make_state(len(cut) - 1, 2, 32)
+    got = run_all(backend, inputs, state, cu_seqlens)
+    assert_close(got, run_all("recurrent", inputs, state, cu_seqlens), 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
+def test_packed_segments_equal_rows_alone(backend):
+    cut = [0, 7, 40, 73]
+    inputs, state = make_inputs(1, 73, 2, 16), make_state(3, 2, 16)
+    o, final = wkv7(
+        *inputs, initial_state=state, cu_seqlens=torch.tensor(cut, dtype=torch.int32), backend=backend
+    )
+    for i, (start, end) in enumerate(zip(cut, cut[1:], strict=False)):
+        alone, last = wkv7(*(x[:, start:end] for x in inputs), initial_state=state[i : i + 1], backend=backend)
+        torch.testing.assert_close(o[:, start:end], alone, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(final[i : i + 1], last, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
+def test_packed_segments_are_isolated_bit_for_bit(backend):
+    cut = torch.tensor([0, 5, 37, 60], dtype=torch.int32)
+    inputs = make_inputs(1, 60, 2, 32, torch.float32)
+    o, final = wkv7(*inputs, cu_seqlens=cut, backend=backend)
+    changed = [x.clone() for x in inputs]
+    for x, y in zip(changed, make_inputs(1, 60, 2, 32, torch.float32, seed=1), strict=True):
+        x[:, 5:37] = y[:, 5:37]
+    o2, final2 = wkv7(*changed, cu_seqlens=cut, backend=backend)
+    assert not torch.equal(o[:, 5:37], o2[:, 5:37])
+    assert torch.equal(o[:, :5], o2[:, :5])
+    assert torch.equal(o[:, 37:], o2[:, 37:])
+    assert torch.equal(final[[0, 2]], final2[[0, 2]])
+
+
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
+def test_gradient_does_not_cross_a_boundary(backend):
+    inputs = [x.requires_grad_() for x in make_inputs(1, 40, 1, 16, torch.float32)]
+    o, _ = wkv7(*inputs, cu_seqlens=torch.tensor([0, 20, 40], dtype=torch.int32), backend=backend)
+    o[:, 20:].sum().backward()
+    for x in inputs:
+        assert x.grad is not None
+        assert torch.count_nonzero(x.grad[:, :20]) == 0
+    assert torch.count_nonzero(inputs[3].grad[:, 20:])
+
+
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
+@pytest.mark.parametrize("pieces", [[48], [20, 28], [1] * 48], ids=["48", "20+28", "48x1"])
+def test_state_carries_a_sequence_on(backend, pieces):
+    inputs, state = make_inputs(2, 48, 2, 16), make_state(2, 2, 16)
+    whole, last = wkv7(*inputs, initial_state=state, backend="recurrent")
+    outputs, at = [], 0
+    for n in pieces:
+        before = state.clone()
+        o, new = wkv7(*(x[:, at : at + n] for x in inputs), initial_state=state, backend=backend)
+        assert torch.equal(state, before), "the initial state was written to"
+        outputs.append(o)
+        state, at = new, at + n
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(state, last, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_is_as_accurate_as_stated(backend):
+    inputs, state = make_inputs(1, 257, 2, 64), make_state(1, 2, 64)
+    got = run_all(backend, [x.float() for x in inputs], state.float())
+    assert_close(got, run_all("recurrent", inputs, state), 3e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_repeated_key_with_a_gate_near_one(backend):
+    # the case in which an inverse by doubling loses every digit
+    inputs = make_inputs(1, 128, 1, 64)
+    kk = F.normalize(torch.ones(1, 128, 1, 64, dtype=torch.float64), dim=-1)
+    inputs[1] = torch.full_like(inputs[1], -1e-4)
+    inputs[4], inputs[5] = -kk, 0.99 * kk
+    state = make_state(1, 1, 64)
+    got = run_all(backend, [x.float() for x in inputs], state.float())
+    assert_close(got, run_all("recurrent", inputs, state), 2e-5)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
+@pytest.mark.parametrize("decay", [-1e-7, -0.6065306597126334])
+def test_decay_at_both_ends(backend, decay):
+    inputs = make_inputs(1, 100, 1, 64)
+    inputs[1] = torch.full_like(inputs[1], decay)
+    state = make_state(1, 1, 64)
+    got = run_all(backend, [x.float() for x in inputs], state.float())
+    assert_close(got, run_all("recurrent", inputs, state), 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", *BACKENDS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_keep_a_float32_state(backend, dtype):
+    inputs = make_inputs(1, 50, 2, 32, dtype)
+    inputs[1] = inputs[1].float()
+    o, state = wkv7(*inputs, backend=backend)
+    assert (o.dtype, state.dtype) == (dtype, torch.float32)
+    want, _ = wkv7(*(x.double() for x in inputs), backend="recurrent")
+    assert (o.double() - want).abs().max() / want.abs().max() < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_need_not_be_contiguous(backend):
+    plain = make_inputs(2, 30, 3, 16)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
+    assert not strided[0].is_contiguous()
+    state = make_state(2, 3, 16)
+    assert_close(run_all(backend, strided, state.mT.contiguous().mT), run_all("recurrent", plain, state), 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_read_past_the_input_or_from_unwritten_memory(backend):
+    """Surroundings and fresh allocations hold NaN: any use of either would show."""
+    plain = make_inputs(1, 37, 2, 16)
+    framed = []
+    for x in plain:
+        frame = torch.full((1, 57, 2, 16), float("nan"), dtype=x.dtype)
+        frame[:, 10:47] = x
+        framed.append(frame[:, 10:47])
+    state = make_state(1, 2, 16)
+    want = run_all("recurrent", plain, state)
+    torch.use_deterministic_algorithms(True)
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        got = run_all(backend, framed, state)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+    assert_close(got, want, 1e-12)
+
+
+def bad_inputs():
+    good = make_inputs(1, 8, 2, 16, torch.float32)
+    cut = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+    def case(match, **changes):
+        arguments = dict(zip("rwkvab", good, strict=True)) | changes
+        return pytest.param(arguments, match, id=match)
+
+    yield case(r"r must be \[B, T, H, N\]", r=good[0][0])
+    yield case("k has shape", k=good[2][:, :4])
+    yield case("v is torch.float64", v=good[3].double())
+    yield case("r must be float64", r=good[0].long())
+    yield case("packs one row", cu_seqlens=cut, **{n: x.repeat(2, 1, 1, 1) for n, x in zip("rwkvab", good)})
+    yield case("must start at 0", cu_seqlens=cut + 1)
+    yield case("must strictly increase", cu_seqlens=torch.tensor([0, 3, 3, 8], dtype=torch.int32))
+    yield case("ends at 7", cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))
+    yield case("must be an int32 tensor", cu_seqlens=cut.float())
+    yield case("initial_state must be", initial_state=torch.zeros(1, 2, 16, 15))
+    yield case("initial_state must be torch.float32", initial_state=torch.zeros(1, 2, 16, 16).double())
+    yield case("k is on meta", k=good[2].to("meta"))
+    yield case("empty inputs", **{n: x[:, :0] for n, x in zip("rwkvab", good)})
+    yield case("no WKV backend named 'fast'", backend="fast")
+
+
+@pytest.mark.parametrize(("arguments", "match"), bad_inputs())
+def test_wrong_inputs_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        wkv7(**arguments)
+
+
+def test_boundaries_are_checked_again_after_a_change():
+    cut = torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert segment_bounds(cut) == (0, 3, 8)
+    cut[1] = 8
+    with pytest.raises(ValueError, match="strictly increase"):
+        segment_bounds(cut)
+
+
+class TestRegistry:
+    @pytest.fixture(autouse=True)
+    def restored(self, monkeypatch):
+        monkeypatch.setattr(smi_kernels.registry, "_backends", dict(smi_kernels.registry._backends))
+        smi_kernels.resolve.cache_clear()
+        yield
+        smi_kernels.resolve.cache_clear()
+
+    def picky(self, ok):
+        run = smi_kernels.registry._backends["recurrent"].run
+        return Backend("picky", "luck", run, lambda device, dtype, size: Verdict(ok, "out of luck"))
+
+    def test_auto_asks_others_before_the_portable_ones(self, caplog):
+        smi_kernels.register(self.picky(True))
+        with caplog.at_level("INFO"):
+            chosen = smi_kernels.resolve("auto", torch.device("cpu"), torch.float32, 64)
+        assert chosen.name == "picky"
+
+    def test_auto_passes_over_a_refusal_and_says_why_once(self, caplog):
+        smi_kernels.register(self.picky(False))
+        with caplog.at_level("INFO"):
+            for _ in range(3):
+                assert smi_kernels.resolve("auto", torch.device("cpu"), torch.float32, 64).name == "chunked"
+        assert [r.getMessage().count("picky: out of luck") for r in caplog.records] == [1]
+
+    def test_a_named_backend_that_refuses_is_an_error(self):
+        smi_kernels.register(self.picky(False))
+        with pytest.raises(ValueError, match="'picky' cannot run here: out of luck"):
+            wkv7(*make_inputs(1, 4, 1, 16), backend="picky")
+
+    def test_a_name_is_taken_once(self):
+        smi_kernels.register(self.picky(True))
+        with pytest.raises(ValueError, match="registered already"):
+            smi_kernels.register(self.picky(True))

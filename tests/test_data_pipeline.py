@@ -1,0 +1,294 @@
+"""The journey of a row, over the whole mirror of public sources and over mixtures made to measure."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smi.data.adapters import get_adapter
+from smi.data.pipeline import (
+    Compiler,
+    Document,
+    RowAccount,
+    check_sources,
+    epoch_documents,
+    fingerprint,
+    share_of,
+)
+from smi.data.sources import Location, Source, SourceSpec, read_rows
+from smi.protocol.conversation import Conversation, to_stream
+from smi.protocol.stream import ProtocolError
+from smi.protocol.tokens import StructuralIds
+from smi.tokenizer import load_tokenizer
+
+HUB = Path(__file__).parent / "data" / "hub"
+EXPECTED = json.loads((HUB / "expectations.json").read_text())
+SOURCES = {
+    "ultrachat": SourceSpec(
+        "ultrachat", "HuggingFaceH4/ultrachat_200k/data/train_sft-*.parquet", "messages", quota=3_500_000
+    ),
+    "aya": SourceSpec("aya", "CohereLabs/aya_dataset/data/train-*.parquet", "aya", quota=1_000_000),
+    "nemotron_agentic": SourceSpec(
+        "nemotron_agentic",
+        "nvidia/Nemotron-SFT-Agentic-v2/data/tool_calling.jsonl",
+        "messages",
+        quota=2_810_000,
+    ),
+    "hermes_func_calling": SourceSpec(
+        "hermes_func_calling",
+        "NousResearch/hermes-function-calling-v1/func-calling.json",
+        "hermes",
+        quota=190_000,
+    ),
+    "openr1_math": SourceSpec(
+        "openr1_math", "open-r1/OpenR1-Math-220k/data/train-*.parquet", "openr1", quota=1_000_000
+    ),
+    "opencodeinstruct": SourceSpec(
+        "opencodeinstruct", "nvidia/OpenCodeInstruct/data/train-*.parquet", "opencode", quota=1_500_000
+    ),
+}
+# what the mirror says about a faulty row -> the reason it is counted under
+REASONS = {
+    "duplicate": "duplicate",
+    "no model-side target": "no_target",
+    "unknown role": "role",
+    "empty conversation": "empty",
+    "null messages": "messages",
+    "longer than 2048 tokens": "too_long",
+    "assistant turn is only white space: no target": "empty_turn",
+    "empty target": "empty_turn",
+    "null input": "schema",
+    "white-space input": "empty_turn",
+    "call names an undeclared tool": "undeclared_tool",
+    "arguments are not valid JSON": "arguments",
+    "arguments are a list, not a mapping": "arguments",
+    "observation for an unknown call id": "orphan_observation",
+    "duplicate call id": "duplicate_call_id",
+    "calls without any declared tool": "undeclared_tool",
+    "tools is a number": "tools",
+    "line is not JSON": "json",
+    "line is an array": "schema",
+    "lone surrogate in text": "text",
+    "NaN in arguments": "arguments",
+    "nested 2000 deep": "arguments",
+    "unclosed tool_call block": "tool_call",
+    "tool response without a call": "orphan_observation",
+    "tools string is code, and must never be evaluated": "tools",
+    "message value is not text": "schema",
+    "no generation is correct": "no_correct_generation",
+    "no generation is complete": "no_correct_generation",
+    "flags shorter than generations: none correct in range": "no_correct_generation",
+    "empty problem": "empty_turn",
+    "score below 0.8": "score",
+    "score is nan": "score",
+    "score is inf": "score",
+    "score is not a number": "score",
+    "score is null": "score",
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(load_tokenizer("rwkv_world"), 2048)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_row_of_the_mirror_has_its_outcome(name: str, compiler: Compiler) -> None:
+    adapter = get_adapter(SOURCES[name].adapter)
+    cases = EXPECTED[name]["cases"]
+    seen: set[bytes] = set()
+    rows = list(read_rows(SOURCES[name], HUB, adapter.columns))
+    assert len(rows) == len(cases) == EXPECTED[name]["rows"]
+    for row, case in zip(rows, cases, strict=True):
+        assert row.where.row == case["row"]
+        try:
+            talk = row.value if isinstance(row.value, ProtocolError) else adapter.convert(row.value)
+        except ProtocolError as error:
+            talk = error
+        result = compiler(talk, row.where, lambda mark: "duplicate" if mark in seen else None)
+        if isinstance(result, Document):
+            assert case["expect"] == "accept", case
+            assert 0 < result.targets <= result.tokens <= 2048
+            seen.add(result.fingerprint)
+        else:
+            assert case["expect"] == "reject", (case, result)
+            assert result.reason == REASONS[case["why"]], (case, result)
+
+
+@pytest.mark.parametrize("order", ["a", "b"])
+def test_an_epoch_of_the_mixture_accounts_for_every_row_in_any_order(order: str, compiler: Compiler) -> None:
+    account = RowAccount()
+    documents = list(epoch_documents(list(SOURCES.values()), compiler, account, root=HUB, order=order))
+    assert len(documents) == account.accepted == sum(case["accept"] for case in EXPECTED.values())
+    assert account.rows == account.accepted + account.rejected.total() == 757
+    assert account.tokens == sum(document.tokens for document in documents)
+    assert account.supervised_tokens == sum(document.targets for document in documents)
+    for name, case in EXPECTED.items():
+        part = account.sources[name]
+        assert (part.rows, part.accepted, part.rejected.total()) == (
+            case["rows"],
+            case["accept"],
+            case["reject"],
+        )
+        assert part.shortfall == SOURCES[name].quota - part.supervised_tokens  # type: ignore[operator]
+    assert set(account.shortfalls) == set(SOURCES)
+    assert str(account.sources["opencodeinstruct"].samples["score"][0]).endswith("[score]")
+    assert len(account.sources["opencodeinstruct"].samples["score"]) == 3
+    text = str(account)
+    assert "3,500,000" in text
+    assert f"{account.shortfalls['aya']:,}" in text
+
+
+def test_a_fingerprint_is_of_what_is_said_not_of_how_it_is_written() -> None:
+    call = {"name": "find", "arguments": {"q": "x"}}
+    tool = {"name": "find", "description": "d", "parameters": {"type": "object"}}
+    end: list[Any] = [
+        {"role": "tool", "tool_call_id": "a", "content": "r"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    one = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [{"id": "a", **call}]},
+        *end,
+    ]
+    wrapped = {"id": "a", "type": "function", "function": {"name": "find", "arguments": '{"q": "x"}'}}
+    two = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "reasoning_content": None, "tool_calls": [wrapped]},
+        *end,
+    ]
+    marks = {
+        fingerprint(to_stream(Conversation(one, [tool]))),
+        fingerprint(to_stream(Conversation(two, [{"type": "function", "function": tool}]))),
+    }
+    assert len(marks) == 1
+    assert fingerprint(to_stream(Conversation(one[:1] + end[1:]))) not in marks
+    assert 0 <= share_of(marks.pop()) < 1
+
+
+@dataclass
+class Counting:
+    """Conversations that count, `size` of them; after `repeat_from` the same one for ever."""
+
+    name: str
+    size: int
+    length: int = 20
+    weight: float | None = None
+    quota: int | None = None
+
+    def conversations(self, epoch: int, held_out: bool) -> Iterator[Conversation]:
+        for number in range(self.size):
+            yield talk(f"{self.name} {number} {epoch}", self.length)
+
+
+def talk(text: str, length: int = 20) -> Conversation:
+    return Conversation([{"role": "user", "content": text}, {"role": "assistant", "content": "x " * length}])
+
+
+def epoch(sources: list[Source], compiler: Compiler, **options: Any) -> tuple[list[Document], RowAccount]:
+    account = RowAccount()
+    return list(epoch_documents(sources, compiler, account, order="o", **options)), account
+
+
+def test_sources_are_mixed_by_their_weights_in_supervised_tokens(compiler: Compiler) -> None:
+    # documents of b are three times as long, and still it gets a third of the tokens while both last
+    sources: list[Source] = [
+        Counting("a", 1000, 20, weight=2, quota=20_000),
+        Counting("b", 400, 60, weight=1, quota=10_000),
+    ]
+    documents, account = epoch(sources, compiler)
+    poured: Counter[str] = Counter()
+    for document in documents:
+        poured[document.where.source] += document.targets
+        if poured["a"] < 19_900:
+            # never further apart than the longest document
+            assert abs(poured["a"] / 2 - poured["b"]) <= 70
+    for name in "ab":
+        part = account.sources[name]
+        assert part.supervised_tokens >= (part.quota or 0) > part.supervised_tokens - 200
+        assert not part.shortfall
+    assert not account.shortfalls
+
+
+def test_a_source_that_runs_dry_is_a_stated_shortfall_and_the_others_go_on(compiler: Compiler) -> None:
+    sources: list[Source] = [Counting("dry", 3, quota=5_000), Counting("full", 400, quota=5_000)]
+    _, account = epoch(sources, compiler)
+    assert account.sources["dry"].accepted == 3
+    assert account.shortfalls == {"dry": 5_000 - account.sources["dry"].supervised_tokens}
+    assert account.sources["full"].supervised_tokens >= 5_000
+
+
+def test_an_endless_source_that_repeats_itself_ends_the_epoch(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smi.data.pipeline.DRY_AFTER", 50)
+
+    class Parrot:
+        name = "parrot"
+
+        def conversations(self, epoch: int, held_out: bool) -> Iterator[Conversation]:
+            while True:
+                yield talk("again")
+
+    documents, account = epoch([Parrot()], compiler)
+    assert len(documents) == 1
+    assert account.rejected == {"duplicate": 50}
+
+
+def test_a_limit_bounds_the_rows_that_are_read(compiler: Compiler) -> None:
+    _, account = epoch([Counting("a", 100)], compiler, limit=7)
+    assert account.rows == 7
+
+
+def test_refused_content_is_counted_under_the_reason_given(compiler: Compiler) -> None:
+    documents, account = epoch(
+        [Counting("a", 40)],
+        compiler,
+        refuse=lambda source, mark: "held_out" if share_of(mark) < 0.5 else None,
+    )
+    assert account.rejected == {"held_out": 40 - len(documents)}
+    assert all(share_of(document.fingerprint) >= 0.5 for document in documents)
+
+
+def test_text_that_a_tokenizer_refuses_is_one_rejection() -> None:
+    class Picky:
+        structural = StructuralIds(tuple(range(10)))
+        eos_id = 10
+        vocab_size = 11
+
+        def encode(self, text: str) -> list[int]:
+            raise ValueError("lower-cases text")
+
+        def decode(self, ids: Sequence[int]) -> str:
+            raise NotImplementedError
+
+    result = Compiler(Picky(), 100)(talk("A"), Location("s", "f", None, 3))
+    assert str(result) == "s: f row 3: lower-cases text [text]"
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "there are no sources"),
+        ([SourceSpec("a", "x", "aya"), SourceSpec("a", "y", "aya")], "two sources are named 'a'"),
+        (
+            [SourceSpec("a", "x", "aya", quota=5), SourceSpec("b", "y", "aya")],
+            "only a have a weight or quota",
+        ),
+        ([SourceSpec("a", "x", "aya", weight=0.0)], "must be above 0, not 0.0"),
+        ([SourceSpec("a", "x", "aya", quota=5), Counting("b", 1)], "'b' may be endless"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(sources: list[Source], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_sources(sources)
+
+
+def test_a_parquet_file_without_the_columns_an_adapter_needs_is_an_error(compiler: Compiler) -> None:
+    wrong = SourceSpec("aya", SOURCES["aya"].files, "openr1")
+    with pytest.raises(ValueError, match=r"has no column problem, generations, .*; it has inputs, targets"):
+        epoch([wrong], compiler, root=HUB)
