@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,13 @@ class SourceConfig:
 class DataConfig:
     """What to train on: `kind` says which of the fields below it are read.
 
-    synthetic: `max_questions` a conversation; files: `train_files`, `val_files` and their `adapter`; mixture:
+    synthetic: `max_questions` a conversation, and `held_out_tasks` conversations to play after training; files: `train_files`, `val_files` and their `adapter`; mixture:
     `source`, each with files below `mirror`.
     """
 
     kind: str = MISSING
     max_questions: int = 4
+    held_out_tasks: int = 0
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
     adapter: str = "messages"
@@ -125,7 +127,6 @@ class TrainerConfig:
     checkpoint_every: int = 100
     keep_checkpoints: int = 1
     export: list[str] = field(default_factory=lambda: ["hf", "native"])
-    evaluate_tasks: int = 0
 
 
 @dataclass
@@ -145,7 +146,10 @@ class PathsConfig:
 
 @dataclass
 class Config:
-    """A whole run."""
+    """A whole run.
+
+    `resume`: none, auto (the newest checkpoint in `paths.run_dir`, if there is one), or a checkpoint file.
+    """
 
     name: str = MISSING
     seed: int = 0
@@ -189,6 +193,40 @@ def judge(composed: DictConfig) -> Config:
     return config
 
 
+def check_override(override: str) -> None:
+    """Refuses a command-line override of a setting that does not exist, naming the nearest one that does.
+
+    Hydra refuses most of these itself, but names no alternative.
+
+    Raises:
+        ConfigError: as said; groups, Hydra's own settings and flags pass.
+    """
+    key, equals, _ = override.partition("=")
+    key = key.lstrip("+~")
+    if not equals or override.startswith("-") or "." not in key or "/" in key or "@" in key:
+        return
+    top, *rest = key.split(".")
+    wanted: Any = Config
+    if top == "hydra":
+        return
+    for i, part in enumerate([top, *rest]):
+        if typing.get_origin(wanted) is dict:
+            wanted = typing.get_args(wanted)[1]
+            continue
+        if not dataclasses.is_dataclass(wanted):
+            return  # judged by its value
+        known = {f.name: f.type for f in dataclasses.fields(wanted)}
+        if part not in known:
+            raise ConfigError(_unknown(".".join([top, *rest][: i + 1]), part, known))
+        wanted = known[part]
+
+
+def _unknown(path: str, key: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+    return f"{path} is no setting; {hint}"
+
+
 def _check(value: Any, wanted: Any, where: str, problems: list[str]) -> None:
     if typing.get_origin(wanted) in (typing.Union, types.UnionType):
         if value is None:
@@ -207,9 +245,7 @@ def _check(value: Any, wanted: Any, where: str, problems: list[str]) -> None:
             if key in known:
                 _check(inner, known[key], path, problems)
             else:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-                problems.append(f"{path} is no setting; {hint}")
+                problems.append(_unknown(path, str(key), known))
     elif origin is dict:
         if not isinstance(value, dict):
             problems.append(f"{where} should be a group of settings, not {value!r}")
@@ -265,13 +301,17 @@ def recipes() -> dict[str, Path]:
     return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
 
 
-def register_recipes() -> None:
-    """Makes every shipped recipe an option of the group `recipe`, so that `+recipe=NAME` finds it.
+def register() -> None:
+    """Gives Hydra what it needs beside the directory of groups; call before it composes.
 
-    Hydra names a group after its directory and takes a `+group=name` it does not know for a plain value; stored
-    under the group, a wrong name is an error that lists the right ones.
+    - ``schema``: every setting with its default, so that each can be overridden by name. Plain values, without
+      types: typed ones would turn the text "1" into a number in silence.
+    - every shipped recipe as an option of the group ``recipe``. Hydra names a group after its directory and takes a
+      ``+group=name`` that it does not know for a plain value; so stored, a wrong name is an error that lists the
+      right ones.
     """
     store = ConfigStore.instance()
+    store.store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)), provider="smi")
     for name, file in recipes().items():
         folder, _, stem = name.rpartition("/")
         group = f"recipe/{folder}" if folder else "recipe"

@@ -25,6 +25,8 @@ from smi import tokenizer_json
 from smi.protocol.tokens import SLOTS, StructuralIds, slot_tokens
 
 WORLD = "rwkv_world"
+# made by smi.data.compact for the quickstart
+COMPACT = "compact"
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BLANK = "▁"
 
@@ -188,7 +190,7 @@ _PROBES = (
 def load_tokenizer(source: str, slots: int = 10) -> Tokenizer:
     """Load a tokenizer and install the structural tokens if they are absent.
 
-    source: "rwkv_world", or a directory holding tokenizer.json, with the end-of-sequence token named in
+    source: "rwkv_world", "compact" (the quickstart's), or a directory holding tokenizer.json, with the end-of-sequence token named in
     tokenizer_config.json, or by id in generation_config.json or config.json.
     slots: 10, or 32 to add the reserved rows as well; slots the files already have are kept.
     Raises ValueError when there is no such tokenizer, when it names no end of sequence, or when it cannot
@@ -197,11 +199,11 @@ def load_tokenizer(source: str, slots: int = 10) -> Tokenizer:
     slot_tokens(slots)
     if source == WORLD:
         return Tokenizer(WORLD, *tokenizer_json.world_files(), slots)
-    directory = Path(source)
+    directory = Path(__file__).parent / "tokenizers" / COMPACT if source == COMPACT else Path(source)
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
-            f"no tokenizer at {source!r}: expected {WORLD!r} or a directory holding tokenizer.json"
+            f"no tokenizer at {source!r}: expected {WORLD!r}, {COMPACT!r} or a directory holding tokenizer.json"
         )
     try:
         document = _read_json(path)

@@ -5,23 +5,15 @@
     python -m smi.train -m +recipe=quickstart seed=1,2
 """
 
-import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from smi.config import Config, ConfigError, config_dir, judge, recipes, register_recipes
-
-if TYPE_CHECKING:
-    from smi.data import SMIDataModule
-    from smi.tokenizer import Tokenizer
-
-log = logging.getLogger("smi")
+from smi.config import Config, ConfigError, check_override, config_dir, judge, recipes, register
 
 
 def train(config: Config) -> dict[str, float]:
@@ -37,6 +29,7 @@ def train(config: Config) -> dict[str, float]:
     from smi.training.callbacks import ProgressReport
     from smi.training.checkpoint import AtomicCheckpointIO, checkpoint_callback
     from smi.training.export import export_model
+    from smi.training.module import SMIModule
     from smi.training.setup import (
         build_data,
         build_logger,
@@ -45,9 +38,11 @@ def train(config: Config) -> dict[str, float]:
         evaluate_tasks,
         optimization,
         prepare_run_dir,
+        quiet_libraries,
+        summary,
     )
-    from smi.training.module import SMIModule
 
+    quiet_libraries()
     console = Console()
     run_dir = Path(config.paths.run_dir)
     checkpoint = prepare_run_dir(config)
@@ -58,6 +53,8 @@ def train(config: Config) -> dict[str, float]:
     tokenizer = build_tokenizer(config)
     data = build_data(config, tokenizer)
     model = build_model(config, tokenizer)
+    data.setup()
+    console.print(summary(config, model, tokenizer))
     trainer = L.Trainer(
         accelerator=config.hardware.accelerator,
         devices=config.hardware.devices,
@@ -86,7 +83,7 @@ def train(config: Config) -> dict[str, float]:
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
-        if config.trainer.evaluate_tasks:
+        if config.data.held_out_tasks:
             figures |= evaluate_tasks(config, model, tokenizer, console)
         export = export_model(
             model,
@@ -96,7 +93,7 @@ def train(config: Config) -> dict[str, float]:
             config_yaml=(run_dir / "config.yaml").read_text(encoding="utf-8"),
             figures={"steps": trainer.global_step} | {k: f"{v:.4g}" for k, v in figures.items()},
         )
-        console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False)
+        console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
     return figures
 
 
@@ -114,7 +111,13 @@ def main() -> None:
     if len(sys.argv) == 1:
         print(_usage())
         sys.exit(2)
-    register_recipes()
+    try:
+        for argument in sys.argv[1:]:
+            check_override(argument)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    register()
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
     def run(composed: DictConfig) -> dict[str, float]:

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -302,25 +303,33 @@ def test_an_abandoned_loop_leaves_no_thread(rows: SourceSpec) -> None:
     assert list(kept) == []
 
 
+def test_a_module_travels_to_other_processes(rows: SourceSpec) -> None:
+    data = module(rows, val_fraction=0.1)
+    kept = iter(data.train_dataloader())
+    there = pickle.loads(pickle.dumps(data))
+    assert marks(there) == [mark(batch) for batch in kept]
+    there.teardown()
+
+
+def run_python(code: str) -> tuple[str, str]:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout, done.stderr
+
+
 def test_a_process_ends_while_a_thread_still_prefetches() -> None:
     code = """
-import itertools, sys
+import itertools
 from smi.data.loader import Prefetch
 kept = Prefetch(itertools.count(), 2, lambda: None)
 print(next(kept))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert (done.stdout.strip(), done.stderr) == ("0", "")
+    assert run_python(code) == ("0\n", "")
 
 
 def test_importing_the_package_brings_no_torch() -> None:
     code = "import sys, smi.data, smi.data.pipeline, smi.data.loader; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "False"
+    assert run_python(code) == ("False\n", "")
 
 
 # --- resuming -----------------------------------------------------------------------------------------------

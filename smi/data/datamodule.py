@@ -119,7 +119,15 @@ class SMIDataModule(LightningDataModule):
         self.val_account = RowAccount()
         self._compiler = Compiler(tokenizer, max_length)
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
+        # iterators in use, by the loaders; they hold the threads
         self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # threads stay in the process that started them
+        return {**vars(self), "live": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, live=weakref.WeakSet())
 
     def setup(self, stage: str | None = None) -> None:
         """Find the files and make the validation batches, so that what is wrong shows before training."""
@@ -217,7 +225,7 @@ class SMIDataModule(LightningDataModule):
             root=self.root,
             # one order for every seed, so that runs can be compared
             order="validation",
-            held_out=self.val_sources is None,
+            held_out=True,
             limit=VALIDATION_ROWS,
             refuse=lambda source, mark: (
                 "not_held_out" if source in files and share_of(mark) >= share else None

@@ -1,12 +1,12 @@
 """Loaders: a training stream that Lightning can resume exactly, and fixed validation batches.
 
-There is no cursor that could disagree with the weights: under a Trainer the position *is* the optimizer step.
-`iter(loader)` makes the stream again from its beginning and leaves out the first `global_step * accumulate`
-micro-batches. Lightning restores `global_step` before it asks for the iterator, and the loader has a length,
-which keeps Lightning from fetching a batch ahead of the one it trains on. A checkpoint that was written in the
-middle of a step holds no gradients, so that step is made again from its first micro-batch. The `state_dict` of
-the loader carries what the order depends on, and a checkpoint of other data or settings is refused. Without a
-Trainer the same `state_dict` carries the position.
+There is no cursor that could disagree with the weights: under a Trainer the position *is* the optimizer
+step. `iter(loader)` makes the stream again from its beginning and leaves out the first
+`global_step * accumulate` micro-batches. Lightning restores `global_step` before it asks for the iterator,
+and the loader has a length, which keeps Lightning from fetching a batch ahead of the one it trains on. A
+checkpoint from the middle of a step holds no gradients, so that step is made again from its first
+micro-batch. The `state_dict` of the loader carries what the order depends on, and a checkpoint of other data
+or settings is refused. Without a Trainer the same `state_dict` carries the position.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _consumed(trainer: Trainer, accumulate: int) -> int:
         # saved in the middle of a step: let Lightning count from where that step begins
         for count in (progress.total, progress.current):
             count.ready = count.started = count.completed = count.processed = count.processed - surplus
-    return 0
+    return consumed
 
 
 class Prefetch(Generic[T]):

@@ -1,6 +1,7 @@
 """From a judged config to the objects of a run. Everything that can be wrong shows here, before training starts."""
 
 import logging
+import warnings
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 
 import smi_kernels
 import torch
+import transformers
 import yaml
 from lightning.pytorch import loggers
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from smi.config import Config
 from smi.data import SMIDataModule
@@ -30,6 +34,44 @@ log = logging.getLogger("smi")
 CONFIG_FILE = "config.yaml"
 # rows of the embedding and the head: tensor cores want the head's width in multiples of this
 VOCABULARY_MULTIPLE = 64
+
+
+def quiet_libraries() -> None:
+    """Leaves the console to what a person training a model wants to read."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    for message in (
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning's own use of torch
+        ".*smaller than the logging interval.*",  # short runs are fine
+        ".*does not have many workers.*",  # the data module prefetches in a thread
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Table:
+    """What is about to be trained, on what, and where the results will be."""
+    shape, data, run = model.config, config.data, config.trainer
+    source = {
+        "synthetic": "synthetic tool-use conversations",
+        "files": ", ".join(data.train_files),
+        "mixture": ", ".join(data.source),
+    }[data.kind]
+    start = config.model.pretrained or "from scratch"
+    rows = {
+        "model": f"{config.model.name}, {model.num_parameters() / 1e6:,.1f}M parameters, "
+        f"{shape.num_hidden_layers} layers of {shape.hidden_size}, {start}",
+        "tokenizer": f"{config.tokenizer.source}, {tokenizer.vocab_size:,} tokens",
+        "data": f"{source}; at most {data.max_length:,} tokens a conversation",
+        "training": f"{run.max_steps:,} steps of {run.accumulate * data.pack_length:,} tokens, "
+        f"peak learning rate {config.optim.lr:g}",
+        "hardware": f"{config.hardware.accelerator}, {config.hardware.precision}, kernel {config.kernel.backend}",
+        "run directory": str(config.paths.run_dir),
+    }
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
+    return table
 
 
 def prepare_run_dir(config: Config) -> Path | None:
@@ -192,7 +234,7 @@ def evaluate_tasks(
 ) -> dict[str, float]:
     """Plays held-out tasks of the synthetic world with the trained model and prints how it did."""
     source = SyntheticTools(config.seed, config.data.max_questions)
-    conversations = list(islice(source.conversations(held_out=True), config.trainer.evaluate_tasks))
+    conversations = list(islice(source.conversations(held_out=True), config.data.held_out_tasks))
     scores = score_actions(model, tokenizer, conversations)
     of = f"of {scores.generated}"
     console.print(
@@ -203,5 +245,6 @@ def evaluate_tasks(
         f"  {scores.exact} are exactly right ({scores.exact_share:.1%})\n"
         f"  {scores.answers_exact} of {scores.answers} answers are right word for word",
         highlight=False,
+        soft_wrap=True,
     )
     return {f"held_out/{name}": value for name, value in scores.to_dict().items()}
