@@ -222,7 +222,7 @@ def check_override(override: str) -> None:
 
 
 def _unknown(path: str, key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, list(known), n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
     return f"{path} is no setting; {hint}"
 

@@ -236,7 +236,10 @@ class SMIDataModule(LightningDataModule):
             if room <= 0:
                 break
         if not documents:
-            raise ValueError(f"no validation row was accepted among {account.rows:,}\n{account}")
+            if self.val_sources is None and not account.rejected["not_held_out"]:
+                raise ValueError(f"no training row was accepted, so there is nothing to train on\n{account}")
+            hint = "" if self.val_sources else f"; raise val_fraction ({self.val_fraction}) or set it to 0"
+            raise ValueError(f"no validation row among {account.rows:,}{hint}\n{account}")
         packs = pack_windows(
             ((document, document.tokens) for document in documents),
             window=len(documents) + 1,

@@ -71,6 +71,7 @@ def supervised_loss(hidden: Tensor, head: Tensor, labels: Tensor, block_types: T
 
 
 def _token_losses(rows: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(rows, head).float()
+    logits = F.linear(rows, head)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     hit = (logits.detach().argmax(-1) == targets).long()
     return F.cross_entropy(logits, targets, reduction="none"), hit

@@ -117,6 +117,8 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
             raise ValueError("data.train_files is empty: name your files, as in data.train_files=[talk.jsonl]")
         train = [SourceSpec("train", data.train_files, data.adapter)]
     else:
+        if data.mirror is None:
+            raise ValueError("data.mirror is not set: name the directory that holds the sources' files")
         train = [
             SourceSpec(name, source.files, source.adapter, quota=source.quota)
             for name, source in data.source.items()

@@ -1,0 +1,323 @@
+"""The real command line in subprocesses, from conversations to an export that loads elsewhere."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from smi.config import config_dir, judge, register
+from smi.model import RWKV7Config, RWKV7ForCausalLM
+from smi.model.checkpoint import load_pretrained, save_native
+from smi.tokenizer import load_tokenizer
+from smi.train import train
+
+DATA = Path(__file__).parent / "data"
+# a model of a few thousand parameters: what is tested here is everything around it
+SMALL = [
+    "model.hidden_size=64",
+    "model.num_hidden_layers=2",
+    "model.head_dim=32",
+    "optim.warmup_steps=2",
+    "trainer.log_every=1",
+    "logger=csv",
+]
+QUICK = [
+    "+recipe=quickstart",
+    *SMALL,
+    "trainer.max_steps=6",
+    "trainer.val_every=3",
+    "trainer.checkpoint_every=2",
+    "data.max_length=700",
+    "data.pack_length=700",
+    "data.window=16",
+    "data.val_batches=2",
+    "data.held_out_tasks=2",
+]
+
+
+def start(*arguments, cwd, **how):
+    return subprocess.Popen(
+        [sys.executable, "-m", "smi.train", *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+        **how,
+    )
+
+
+def run(*arguments, cwd, code=0):
+    process = start(*arguments, cwd=cwd)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def losses(run_dir):
+    """Training loss by step, as logged."""
+    with (run_dir / "csv" / "metrics.csv").open() as file:
+        return {int(row["step"]): row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]}
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart")
+    output = run(*QUICK, "paths.run_dir=run", cwd=folder)
+    return folder / "run", output
+
+
+class TestQuickstart:
+    def test_it_says_what_it_does_and_where_things_are(self, quickstart):
+        run_dir, output = quickstart
+        for part in (
+            "WKV backend: chunked",
+            "step 6/6",
+            "tokens/s",
+            "left",
+            "validation loss",
+            "Training rows",
+            "actions written",
+            "exactly right",
+            "exported model",
+            str(run_dir / "export"),
+        ):
+            assert part in output, part
+        assert "Traceback" not in output
+        assert "Warning" not in output
+
+    def test_the_run_directory_holds_everything(self, quickstart):
+        run_dir, _ = quickstart
+        export = {file.name for file in (run_dir / "export").iterdir()}
+        assert export == {
+            "README.md",
+            "chat_template.jinja",
+            "config.json",
+            "config.yaml",
+            "generation_config.json",
+            "model.pth",
+            "model.safetensors",
+            "smi_token_ids.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        assert [file.name for file in (run_dir / "checkpoints").iterdir()] == ["step=6.ckpt"]
+        card = (run_dir / "export" / "README.md").read_text()
+        assert "held_out/exact_share" in card
+        assert "val/loss" in card
+
+    def test_the_export_loads_elsewhere_with_the_same_logits(self, quickstart, tmp_path):
+        """In a fresh process, from both layouts, and in the rwkv package."""
+        run_dir, _ = quickstart
+        model, tokenizer = load_pretrained(run_dir / "export"), load_tokenizer(str(run_dir / "export"))
+        ids = torch.tensor([tokenizer.encode("\nHow much is the lamp?\n")])
+        want = model(ids).logits[0]
+        trained = torch.load(run_dir / "checkpoints" / "step=6.ckpt", weights_only=True)["state_dict"]
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(trained[f"model.{name}"], tensor), name
+        torch.save({"ids": ids, "want": want}, tmp_path / "want.pt")
+        code = """
+import os, sys, torch
+os.environ["RWKV_V7_ON"], os.environ["RWKV_JIT_ON"], os.environ["RWKV_CUDA_ON"] = "1", "0", "0"
+from smi.model.checkpoint import load_pretrained
+export, want = sys.argv[1], torch.load(sys.argv[2], weights_only=True)
+for source in (export, export + "/model.pth"):
+    assert torch.equal(load_pretrained(source)(want["ids"]).logits[0], want["want"]), source
+from rwkv.model import RWKV
+logits, _ = RWKV(model=export + "/model", strategy="cpu fp32").forward(want["ids"][0].tolist(), None)
+error = (logits - want["want"][-1]).abs().max() / want["want"].abs().max()
+assert error < 1e-5, error
+"""
+        subprocess.run(
+            [sys.executable, "-c", code, str(run_dir / "export"), str(tmp_path / "want.pt")], check=True
+        )
+
+    def test_structural_ids_are_where_the_file_says(self, quickstart):
+        run_dir, _ = quickstart
+        ids = json.loads((run_dir / "export" / "smi_token_ids.json").read_text())
+        assert load_tokenizer(str(run_dir / "export")).structural.to_dict() == ids
+
+    def test_a_second_run_with_the_seed_has_identical_losses_and_another_seed_has_not(
+        self, quickstart, tmp_path
+    ):
+        run_dir, _ = quickstart
+        run(*QUICK, "paths.run_dir=again", cwd=tmp_path)
+        run(*QUICK, "seed=1", "paths.run_dir=other", cwd=tmp_path)
+        first = losses(run_dir)
+        assert len(first) == 6
+        assert losses(tmp_path / "again") == first
+        assert losses(tmp_path / "other") != first
+
+    def test_an_existing_run_directory_is_refused(self, quickstart):
+        run_dir, _ = quickstart
+        output = run(*QUICK, "paths.run_dir=run", cwd=run_dir.parent, code=2)
+        assert "exists and is not empty" in output
+        assert "resume=auto" in output
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(quickstart, tmp_path):
+    undisturbed, _ = quickstart
+    process = start(*QUICK, "paths.run_dir=run", cwd=tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step=*.ckpt")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "run" / "export").exists()
+
+    output = run(*QUICK, "paths.run_dir=run", "resume=auto", cwd=tmp_path)
+    assert "going on from" in output
+    resumed = losses(tmp_path / "run")
+    whole = losses(undisturbed)
+    assert 0 not in resumed
+    assert max(resumed) == max(whole)
+    assert resumed == {step: whole[step] for step in resumed}
+
+
+def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
+    run("-m", *QUICK, "seed=1,2", "trainer.max_steps=2", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    exports = sorted(file.parent.parent.name for file in tmp_path.glob("sweep/*/export/config.yaml"))
+    assert exports == ["0", "1"]
+    assert losses(tmp_path / "sweep" / "0") != losses(tmp_path / "sweep" / "1")
+
+
+WORLD = [
+    *SMALL,
+    "trainer.max_steps=2",
+    "data.pack_length=2048",
+    "trainer.export=[hf]",
+]
+
+
+def test_rows_in_a_real_format_with_the_world_vocabulary(tmp_path):
+    rows = DATA / "hub/HuggingFaceH4/ultrachat_200k/data/train_sft-00000-of-00001.parquet"
+    output = run(
+        "+recipe=quickstart", "data=messages", f"data.train_files=[{rows}]", *WORLD, "paths.run_dir=run", cwd=tmp_path
+    )
+    assert "rwkv_world" in output
+    assert "Training rows" in output
+    for reason in ("no_target", "role", "empty", "messages", "too_long", "duplicate"):
+        assert reason in output, reason
+
+
+def test_the_pilot_from_local_files(tmp_path):
+    """A checkpoint in the native layout, six sources from a mirror, a vocabulary that grows."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    base = RWKV7ForCausalLM(RWKV7Config(**shape)).bfloat16()
+    save_native(base, tmp_path / "base.pth")
+    output = run(
+        "+recipe=rwkv7_pilot",
+        "hardware=cpu",
+        *WORLD,
+        "trainer.accumulate=2",
+        "model.pretrained=base.pth",
+        f"data.mirror={DATA / 'hub'}",
+        "paths.run_dir=run",
+        cwd=tmp_path,
+    )
+    assert "grew from 65536 to 65600 rows" in output
+    for source in ("ultrachat", "aya", "nemotron_agentic", "hermes_func_calling", "openr1_math", "opencodeinstruct"):
+        assert source in output
+    model = load_pretrained(tmp_path / "run" / "export")
+    assert model.config.vocab_size == 65600
+    # two steps at this rate move nothing far: the old rows are still the old rows
+    old = model.head.weight[:65530].detach()
+    assert (old - base.head.weight[:65530].float()).abs().max() < 1e-3
+
+
+def tmp_name(arguments):
+    return "run_" + re.sub(r"\W+", "_", "_".join(arguments))[-100:]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["data.train_files=[nope.jsonl]"], "nope.jsonl"),
+            ([], "data.train_files is empty"),
+            (["data=pilot"], "data.mirror is not set"),
+            (["data.train_files=[bad.jsonl]"], "no training row was accepted"),
+            (["data.train_files=[good.jsonl]", "tokenizer.source=no_eos"], "end-of-sequence token"),
+            (["data.train_files=[good.jsonl]", "tokenizer.source=nowhere"], "no tokenizer at 'nowhere'"),
+            (["data.train_files=[good.jsonl]", "kernel.backend=warp"], "no WKV backend named 'warp'"),
+            (["data.train_files=[good.jsonl]", "hardware=gpu"], "needs an NVIDIA GPU"),
+            (["data.train_files=[good.jsonl]", "model.pretrained=nowhere"], "no checkpoint at nowhere"),
+            (["data.train_files=[good.jsonl]", "model.pretrained=torn.pth"], "missing rwkv7.blocks.1.att.w2"),
+            (["data.train_files=[good.jsonl]", f"model.pretrained={DATA / 'rwkv7' / 'T1.pth'}"], "hidden_size 128"),
+            (
+                [
+                    "data.train_files=[good.jsonl]",
+                    f"model.pretrained={DATA / 'rwkv7' / 'T1.pth'}",
+                    "model.hidden_size=128",
+                    "model.head_dim=64",
+                ],
+                "only 512 rows: they do not belong together",
+            ),
+            (["data.train_files=[good.jsonl]", "resume=nowhere.ckpt"], "no such checkpoint file"),
+        ],
+    )
+    def test_one_clear_error_before_training(self, folder, monkeypatch, capsys, arguments, message):
+        if arguments and "hardware=gpu" in arguments and torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+        monkeypatch.chdir(folder)
+        register()
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            overrides = ["data=messages", *SMALL, "logger=none", f"paths.run_dir={tmp_name(arguments)}", *arguments]
+            composed = compose("train", overrides=overrides)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            train(judge(composed))
+        assert "step 1" not in capsys.readouterr().out
+
+    def test_the_command_line_shows_the_error_alone(self, folder):
+        output = run("data=messages", "data.train_files=[nope.jsonl]", *SMALL, cwd=folder, code=2)
+        assert output.splitlines()[-1].startswith("error: source 'train': no file matches 'nope.jsonl'")
+        assert "Traceback" not in output
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("bad")
+        good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+        (folder / "good.jsonl").write_text(json.dumps(good) + "\n")
+        bad = {"messages": [{"role": "wizard", "content": "hi"}]}
+        (folder / "bad.jsonl").write_text(json.dumps(bad) + "\nnot json\n")
+        (folder / "no_eos").mkdir()
+        source = json.loads((DATA / "t1_tokenizer" / "tokenizer.json").read_text())
+        (folder / "no_eos" / "tokenizer.json").write_text(json.dumps(source))
+        tensors = torch.load(DATA / "rwkv7" / "T1.pth", weights_only=True)
+        del tensors["blocks.1.att.w2"]
+        torch.save(tensors, folder / "torn.pth")
+        return folder
+
+
+def test_bad_rows_are_counted_and_skipped_while_good_ones_train(tmp_path):
+    good = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}]}
+        for i in range(40)
+    ]
+    lines = [json.dumps(row) for row in good]
+    lines[3:3] = ["not json", '{"messages": [{"role": "wizard", "content": "x"}]}', '{"other": 1}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    output = run(
+        "data=messages",
+        "data.train_files=[rows.jsonl]",
+        "data.val_fraction=0.1",
+        "tokenizer.source=compact",
+        *SMALL,
+        "trainer.max_steps=1",
+        "paths.run_dir=run",
+        cwd=tmp_path,
+    )
+    for reason in ("json 1", "role 1", "messages 1"):
+        assert reason in output.replace("\n", " "), output
