@@ -38,6 +38,7 @@ class ModelConfig:
     a_low_rank_dim: int = MISSING
     v_low_rank_dim: int = MISSING
     gate_low_rank_dim: int = MISSING
+    embedding_init: float = 1e-4
     pretrained: str | None = None
     revision: str | None = None
     gradient_checkpointing: bool = False
@@ -66,8 +67,8 @@ class SourceConfig:
 class DataConfig:
     """What to train on: `kind` says which of the fields below it are read.
 
-    synthetic: `max_questions` a conversation, and `held_out_tasks` conversations to play after training; files: `train_files`, `val_files` and their `adapter`; mixture:
-    `source`, each with files below `mirror`.
+    synthetic: `max_questions` a conversation, and `held_out_tasks` conversations to play after training; files:
+    `train_files`, `val_files` and their `adapter`; mixture: `source`, each with files below `mirror`.
     """
 
     kind: str = MISSING

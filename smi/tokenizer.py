@@ -60,9 +60,7 @@ class Tokenizer:
         self._exact = tokenizer_json.is_world_form(plain)
         self._encode_plain = _trie_encoder(self._pieces) if self._exact else _library_encoder(plain)
         # spellings that some vocabularies take for something other than text, the longest first
-        awkward = {
-            text for text, id in ids.items() if text and (self._pieces[id] is None or text[:3] == "<0x")
-        }
+        awkward = {text for text, id in ids.items() if text and (self._pieces[id] is None or text[:3] == "<0x")}
         spellings = sorted(awkward | {_BLANK}, key=lambda text: (-len(text), text))
         self._awkward = re.compile(f"({'|'.join(map(re.escape, spellings))})")
 
@@ -116,9 +114,7 @@ class Tokenizer:
         tokens = self._document["added_tokens"]
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         config = {
-            "added_tokens_decoder": {
-                str(token["id"]): {key: token[key] for key in flags} for token in tokens
-            },
+            "added_tokens_decoder": {str(token["id"]): {key: token[key] for key in flags} for token in tokens},
             "additional_special_tokens": list(self.structural.to_dict()),
             "backend": "tokenizers",
             "clean_up_tokenization_spaces": False,
@@ -141,11 +137,7 @@ class Tokenizer:
         # a spelling was taken for something else: spell it byte by byte instead
         ids = []
         for index, part in enumerate(self._awkward.split(text)):
-            ids += (
-                [self._byte_ids[byte] for byte in part.encode()]
-                if index % 2
-                else self._encode_plain([part])[0]
-            )
+            ids += [self._byte_ids[byte] for byte in part.encode()] if index % 2 else self._encode_plain([part])[0]
         if self._bytes(ids) != data:
             after = self.decode(ids, errors="replace")
             before = text.removeprefix(self._prefix)
@@ -164,9 +156,7 @@ class Tokenizer:
             ids = self.encode(text)
             if self._bytes(ids) is None or self.decode(ids) != text:
                 after = self.decode(ids, errors="replace")
-                raise ValueError(
-                    f"{self.name} changes text: {text!r} comes back as {after!r}; it cannot be used"
-                )
+                raise ValueError(f"{self.name} changes text: {text!r} comes back as {after!r}; it cannot be used")
 
 
 _PROBES = (
@@ -190,8 +180,8 @@ _PROBES = (
 def load_tokenizer(source: str, slots: int = 10) -> Tokenizer:
     """Load a tokenizer and install the structural tokens if they are absent.
 
-    source: "rwkv_world", "compact" (the quickstart's), or a directory holding tokenizer.json, with the end-of-sequence token named in
-    tokenizer_config.json, or by id in generation_config.json or config.json.
+    source: "rwkv_world", "compact" (the quickstart's), or a directory holding tokenizer.json, with the
+    end-of-sequence token named in tokenizer_config.json, or by id in generation_config.json or config.json.
     slots: 10, or 32 to add the reserved rows as well; slots the files already have are kept.
     Raises ValueError when there is no such tokenizer, when it names no end of sequence, or when it cannot
     keep text exactly and apart from special tokens (lower-casing, white-space folding, unknown characters).
@@ -282,9 +272,6 @@ def _library_encoder(plain: dict[str, Any]) -> Callable[[Sequence[str]], list[li
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         batch = library.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            [renumbered.get(id, id) for id in encoding.ids] if renumbered else encoding.ids
-            for encoding in batch
-        ]
+        return [[renumbered.get(id, id) for id in encoding.ids] if renumbered else encoding.ids for encoding in batch]
 
     return encode

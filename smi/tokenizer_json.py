@@ -24,13 +24,9 @@ _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 # the character that byte-level vocabularies write for a byte: itself where visible, else one from U+0100 on
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
-_CHAR_OF_BYTE = {byte: chr(byte) for byte in _VISIBLE} | {
-    byte: chr(256 + n) for n, byte in enumerate(_HIDDEN)
-}
+_CHAR_OF_BYTE = {byte: chr(byte) for byte in _VISIBLE} | {byte: chr(256 + n) for n, byte in enumerate(_HIDDEN)}
 # the same back, as Latin-1; what no byte is written as goes where Latin-1 cannot follow
-_LATIN_OF_CHAR = dict.fromkeys(_HIDDEN, "\uffff") | {
-    ord(char): chr(byte) for byte, char in _CHAR_OF_BYTE.items()
-}
+_LATIN_OF_CHAR = dict.fromkeys(_HIDDEN, "\uffff") | {ord(char): chr(byte) for byte, char in _CHAR_OF_BYTE.items()}
 
 
 def vocabulary(document: dict[str, Any]) -> dict[str, int]:
@@ -159,9 +155,7 @@ def byte_ids(plain: dict[str, Any], pieces: list[bytes | None]) -> list[int]:
     for byte in range(256):
         id = known.get(f"<0x{byte:02X}>" if fallback else _CHAR_OF_BYTE[byte])
         if id is None or pieces[id] != bytes([byte]):
-            raise ValueError(
-                f"its vocabulary has no text token for the byte 0x{byte:02X}: some text would be lost"
-            )
+            raise ValueError(f"its vocabulary has no text token for the byte 0x{byte:02X}: some text would be lost")
         ids.append(id)
     return ids
 

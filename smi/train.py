@@ -1,8 +1,8 @@
 """Trains RWKV-7 on SMI streams: compose a config, fit, export.
 
-    python -m smi.train +recipe=quickstart
-    python -m smi.train +recipe=quickstart optim.lr=1e-3 trainer.max_steps=50
-    python -m smi.train -m +recipe=quickstart seed=1,2
+python -m smi.train +recipe=quickstart
+python -m smi.train +recipe=quickstart optim.lr=1e-3 trainer.max_steps=50
+python -m smi.train -m +recipe=quickstart seed=1,2
 """
 
 import sys
@@ -68,7 +68,7 @@ def train(config: Config) -> dict[str, float]:
         log_every_n_steps=config.trainer.log_every,
         logger=build_logger(config),
         callbacks=[
-            ProgressReport(console),
+            ProgressReport(console, config.trainer.log_every),
             checkpoint_callback(
                 run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints
             ),

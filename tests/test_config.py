@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from smi.config import ConfigError, check_override, config_dir, judge, recipes, register
 from smi.train import main
 
+
 @pytest.fixture
 def composed():
     register()
@@ -22,10 +23,7 @@ def test_every_recipe_composes_and_fits_the_schema(composed, name):
 
 
 OPTIONS = sorted(
-    (folder.name, file.stem)
-    for folder in config_dir().iterdir()
-    if folder.is_dir()
-    for file in folder.glob("*.yaml")
+    (folder.name, file.stem) for folder in config_dir().iterdir() if folder.is_dir() for file in folder.glob("*.yaml")
 )
 
 

@@ -30,9 +30,7 @@ def test_adapters_are_found_by_name() -> None:
 
 def test_messages_takes_values_and_json_text() -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    plain = convert(
-        "messages", {"messages": talk, "tools": TOOLS, "smi_ctrl": {"a": 1}, "smi_caps": {"b": 2}}
-    )
+    plain = convert("messages", {"messages": talk, "tools": TOOLS, "smi_ctrl": {"a": 1}, "smi_caps": {"b": 2}})
     assert plain == Conversation(talk, TOOLS, {"a": 1}, {"b": 2})
     as_text = {
         "messages": None,

@@ -58,9 +58,7 @@ class Endless:
 
 
 def talk(text: str, length: int = 10) -> Conversation:
-    return Conversation(
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "y" * (length + 1)}]
-    )
+    return Conversation([{"role": "user", "content": text}, {"role": "assistant", "content": "y" * (length + 1)}])
 
 
 def write_rows(path: Path, count: int, prefix: str = "row") -> None:
@@ -186,9 +184,7 @@ def test_missing_files_and_adapters_show_before_training(rows: SourceSpec) -> No
 
 def test_data_without_an_accepted_row_shows_the_table(rows: SourceSpec) -> None:
     data = module(SourceSpec("rows", rows.files, "sharegpt"))
-    with pytest.raises(
-        ValueError, match=r"(?s)no training row was accepted.*120.*schema 120.*expected a list"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)no training row was accepted.*120.*schema 120.*expected a list"):
         iter(data.train_dataloader())
 
 
@@ -435,9 +431,7 @@ def undisturbed(tmp_path: Path, rows: Any, steps: int, accumulate: int, **option
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("accumulate", "cuts"), [(1, [0, 1, 2, 5, 6, 8]), (2, [2, 7, 12]), (3, [0, 1, 7, 11])]
-)
+@pytest.mark.parametrize(("accumulate", "cuts"), [(1, [0, 1, 2, 5, 6, 8]), (2, [2, 7, 12]), (3, [0, 1, 7, 11])])
 def test_a_run_that_is_killed_and_resumed_equals_one_that_was_not(
     rows: SourceSpec, tmp_path: Path, accumulate: int, cuts: list[int]
 ) -> None:
@@ -480,9 +474,7 @@ def test_an_interrupted_step_is_made_again(rows: SourceSpec, tmp_path: Path) -> 
     saved = list((tmp_path / "kept").glob("*.ckpt"))
     assert len(saved) == 1
     resumed = Recorder()
-    trainer_for(tmp_path, 6, 2).fit(
-        resumed, datamodule=module(rows, steps=6, accumulate=2), ckpt_path=saved[0]
-    )
+    trainer_for(tmp_path, 6, 2).fit(resumed, datamodule=module(rows, steps=6, accumulate=2), ckpt_path=saved[0])
     assert recorder.seen[:6] + resumed.seen == whole.seen
     assert torch.equal(resumed.table.weight, whole.table.weight)
 
@@ -526,15 +518,11 @@ def test_after_training_the_loader_begins_at_the_head_again(rows: SourceSpec, tm
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_trainer_and_module_must_agree_on_accumulation(rows: SourceSpec, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="the trainer accumulates 2 batches a step, the data module was told 3"
-    ):
+    with pytest.raises(ValueError, match="the trainer accumulates 2 batches a step, the data module was told 3"):
         trainer_for(tmp_path, 4, 2).fit(Recorder(), datamodule=module(rows, steps=4, accumulate=3))
     # and a checkpoint of another seed does not resume
     path = tmp_path / "one.ckpt"
     with pytest.raises(Killed):
-        trainer_for(tmp_path, 4, callbacks=[SaveAt(1, path)]).fit(
-            Recorder(), datamodule=module(rows, steps=4)
-        )
+        trainer_for(tmp_path, 4, callbacks=[SaveAt(1, path)]).fit(Recorder(), datamodule=module(rows, steps=4))
     with pytest.raises(ValueError, match="seed was 0 and is 1"):
         trainer_for(tmp_path, 4).fit(Recorder(), datamodule=module(rows, steps=4, seed=1), ckpt_path=path)

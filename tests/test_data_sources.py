@@ -67,9 +67,7 @@ def test_blocks_of_a_jsonl_file_hold_each_line_once(tmp_path: Path, monkeypatch:
         assert sorted(seen) == list(range(50))
 
 
-def test_oversized_rows_are_rejected_and_the_next_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_rows_are_rejected_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
     rows = ['{"n":0}', json.dumps({"n": "x" * 200_000}), '{"n":2}']
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

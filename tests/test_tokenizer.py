@@ -41,9 +41,7 @@ def write(directory: Path, library: Library, **config: Any) -> str:
     return str(directory)
 
 
-def byte_bpe(
-    corpus: Iterable[str] = CORPUS, special: tuple[Any, ...] = ("</s>",), **splitting: Any
-) -> Library:
+def byte_bpe(corpus: Iterable[str] = CORPUS, special: tuple[Any, ...] = ("</s>",), **splitting: Any) -> Library:
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **splitting)
     library.decoder = decoders.ByteLevel()
@@ -96,9 +94,7 @@ def unigram() -> Library:
     vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *bytes_, *words]
     library = Library(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    library.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
     return library
 

@@ -137,18 +137,14 @@ logits, _ = RWKV(model=export + "/model", strategy="cpu fp32").forward(want["ids
 error = (logits - want["want"][-1]).abs().max() / want["want"].abs().max()
 assert error < 1e-5, error
 """
-        subprocess.run(
-            [sys.executable, "-c", code, str(run_dir / "export"), str(tmp_path / "want.pt")], check=True
-        )
+        subprocess.run([sys.executable, "-c", code, str(run_dir / "export"), str(tmp_path / "want.pt")], check=True)
 
     def test_structural_ids_are_where_the_file_says(self, quickstart):
         run_dir, _ = quickstart
         ids = json.loads((run_dir / "export" / "smi_token_ids.json").read_text())
         assert load_tokenizer(str(run_dir / "export")).structural.to_dict() == ids
 
-    def test_a_second_run_with_the_seed_has_identical_losses_and_another_seed_has_not(
-        self, quickstart, tmp_path
-    ):
+    def test_a_second_run_with_the_seed_has_identical_losses_and_another_seed_has_not(self, quickstart, tmp_path):
         run_dir, _ = quickstart
         run(*QUICK, "paths.run_dir=again", cwd=tmp_path)
         run(*QUICK, "seed=1", "paths.run_dir=other", cwd=tmp_path)
@@ -203,7 +199,12 @@ WORLD = [
 def test_rows_in_a_real_format_with_the_world_vocabulary(tmp_path):
     rows = DATA / "hub/HuggingFaceH4/ultrachat_200k/data/train_sft-00000-of-00001.parquet"
     output = run(
-        "+recipe=quickstart", "data=messages", f"data.train_files=[{rows}]", *WORLD, "paths.run_dir=run", cwd=tmp_path
+        "+recipe=quickstart",
+        "data=messages",
+        f"data.train_files=[{rows}]",
+        *WORLD,
+        "paths.run_dir=run",
+        cwd=tmp_path,
     )
     assert "rwkv_world" in output
     assert "Training rows" in output
@@ -228,7 +229,14 @@ def test_the_pilot_from_local_files(tmp_path):
         cwd=tmp_path,
     )
     assert "grew from 65536 to 65600 rows" in output
-    for source in ("ultrachat", "aya", "nemotron_agentic", "hermes_func_calling", "openr1_math", "opencodeinstruct"):
+    for source in (
+        "ultrachat",
+        "aya",
+        "nemotron_agentic",
+        "hermes_func_calling",
+        "openr1_math",
+        "opencodeinstruct",
+    ):
         assert source in output
     model = load_pretrained(tmp_path / "run" / "export")
     assert model.config.vocab_size == 65600
@@ -255,7 +263,10 @@ class TestBadInput:
             (["data.train_files=[good.jsonl]", "hardware=gpu"], "needs an NVIDIA GPU"),
             (["data.train_files=[good.jsonl]", "model.pretrained=nowhere"], "no checkpoint at nowhere"),
             (["data.train_files=[good.jsonl]", "model.pretrained=torn.pth"], "missing rwkv7.blocks.1.att.w2"),
-            (["data.train_files=[good.jsonl]", f"model.pretrained={DATA / 'rwkv7' / 'T1.pth'}"], "hidden_size 128"),
+            (
+                ["data.train_files=[good.jsonl]", f"model.pretrained={DATA / 'rwkv7' / 'T1.pth'}"],
+                "hidden_size 128",
+            ),
             (
                 [
                     "data.train_files=[good.jsonl]",
@@ -274,7 +285,13 @@ class TestBadInput:
         monkeypatch.chdir(folder)
         register()
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            overrides = ["data=messages", *SMALL, "logger=none", f"paths.run_dir={tmp_name(arguments)}", *arguments]
+            overrides = [
+                "data=messages",
+                *SMALL,
+                "logger=none",
+                f"paths.run_dir={tmp_name(arguments)}",
+                *arguments,
+            ]
             composed = compose("train", overrides=overrides)
         with pytest.raises(ValueError, match=re.escape(message)):
             train(judge(composed))
@@ -303,7 +320,12 @@ class TestBadInput:
 
 def test_bad_rows_are_counted_and_skipped_while_good_ones_train(tmp_path):
     good = [
-        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"say {i}"},
+                {"role": "assistant", "content": f"{i} it is"},
+            ]
+        }
         for i in range(40)
     ]
     lines = [json.dumps(row) for row in good]

@@ -95,9 +95,7 @@ class _Chunks:
         self.rk = torch.bmm(self.r, self.k.mT).tril_()
         self.rb = torch.bmm(self.r, self.b.mT).tril_()
         identity = torch.eye(CHUNK, dtype=w.dtype, device=w.device).expand_as(self.ab)
-        self.inverse = torch.linalg.solve_triangular(
-            identity - self.ab, identity, upper=False, unitriangular=True
-        )
+        self.inverse = torch.linalg.solve_triangular(identity - self.ab, identity, upper=False, unitriangular=True)
 
 
 def _deal(x: Tensor, layout: _Layout, dtype: torch.dtype) -> Tensor:
@@ -227,16 +225,12 @@ class _ChunkedWKV7(torch.autograd.Function):
 def run(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
     """See `smi_kernels.wkv7`."""
     batch, length, heads, size = r.shape
-    if cu_seqlens is None:
-        bounds = tuple(range(0, batch * length + 1, length))
-    else:
-        bounds = segment_bounds(cu_seqlens)
+    rows = tuple(range(0, batch * length + 1, length))
+    bounds = rows if cu_seqlens is None else segment_bounds(cu_seqlens)
     if initial_state is None:
         initial_state = r.new_zeros(len(bounds) - 1, heads, size, size, dtype=state_dtype(r.dtype))
     layout = _layout(bounds, heads, r.device)
     return _ChunkedWKV7.apply(r, w, k, v, a, b, initial_state, layout)  # type: ignore[return-value]
 
 
-BACKEND = Backend(
-    name="chunked", needs="nothing", run=run, verify=lambda device, dtype, head_size: Verdict(True)
-)
+BACKEND = Backend(name="chunked", needs="nothing", run=run, verify=lambda device, dtype, head_size: Verdict(True))

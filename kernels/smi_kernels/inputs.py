@@ -1,5 +1,7 @@
 """What every backend may rely on: shapes, dtypes, devices and boundaries, checked before any kernel runs."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,11 +40,9 @@ def segment_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     bounds = tuple(cu_seqlens.tolist())
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, not {bounds[0]}")
-    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         if end <= start:
-            raise ValueError(
-                f"cu_seqlens must strictly increase, but entry {i} is {start} and entry {i + 1} is {end}"
-            )
+            raise ValueError(f"cu_seqlens must strictly increase, but entry {i} is {start} and entry {i + 1} is {end}")
     _bounds[cu_seqlens] = (_version(cu_seqlens), bounds)
     return bounds
 
@@ -84,9 +84,7 @@ def check_inputs(
     if initial_state is not None:
         want = (segments, heads, size, size)
         if tuple(initial_state.shape) != want:
-            raise ValueError(
-                f"initial_state must be [S, H, V, K] = {list(want)}, not {list(initial_state.shape)}"
-            )
+            raise ValueError(f"initial_state must be [S, H, V, K] = {list(want)}, not {list(initial_state.shape)}")
         if initial_state.dtype != state_dtype(r.dtype):
             raise ValueError(f"initial_state must be {state_dtype(r.dtype)}, not {initial_state.dtype}")
         if initial_state.device != r.device:

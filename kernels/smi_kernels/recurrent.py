@@ -1,5 +1,7 @@
 """The recurrence as it is written, one token at a time: the ground truth for every other backend."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def run(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
         segments = r.shape[0]
     else:
         bounds = segment_bounds(cu_seqlens)
-        rows = [slice(i, j) for i, j in zip(bounds, bounds[1:], strict=False)]
+        rows = [slice(i, j) for i, j in pairwise(bounds)]
         segments = len(rows)
     if initial_state is None:
         initial_state = r.new_zeros(segments, heads, size, size, dtype=dtype)
@@ -39,6 +41,4 @@ def run(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1).to(v.dtype), torch.cat(finals)
 
 
-BACKEND = Backend(
-    name="recurrent", needs="nothing", run=run, verify=lambda device, dtype, head_size: Verdict(True)
-)
+BACKEND = Backend(name="recurrent", needs="nothing", run=run, verify=lambda device, dtype, head_size: Verdict(True))

@@ -79,9 +79,7 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype, head_size: int)
             )  # fmt: skip
             return backend
         refusals.append((backend.name, verdict.reason))
-    raise ValueError(
-        "no WKV backend accepts these inputs: " + "; ".join(f"{n}: {why}" for n, why in refusals)
-    )
+    raise ValueError("no WKV backend accepts these inputs: " + "; ".join(f"{n}: {why}" for n, why in refusals))
 
 
 def wkv7(

@@ -135,9 +135,7 @@ def opencode(row: Raw) -> Conversation:
     except ValueError:
         passed = math.nan
     if not (math.isfinite(passed) and passed >= MIN_TEST_SCORE):
-        raise ProtocolError(
-            "score", "average_test_score", f"{score!r} is not a score of {MIN_TEST_SCORE} or more"
-        )
+        raise ProtocolError("score", "average_test_score", f"{score!r} is not a score of {MIN_TEST_SCORE} or more")
     return _exchange(_text(row, "input"), _text(row, "output"))
 
 
@@ -151,8 +149,7 @@ def openr1(row: Raw) -> Conversation:
     if not isinstance(generations, list):
         raise ProtocolError("schema", "generations", f"expected a list, not {type(generations).__name__}")
     complete, verified, judged = (
-        _flags(row, name)
-        for name in ("is_reasoning_complete", "correctness_math_verify", "correctness_llama")
+        _flags(row, name) for name in ("is_reasoning_complete", "correctness_math_verify", "correctness_llama")
     )
     good = (i for i in range(len(generations)) if complete(i) and (verified(i) or judged(i)))
     index = next(good, None)
@@ -200,9 +197,7 @@ def _turns(row: Raw) -> list[tuple[str, str]]:
     """(role, text) of every ShareGPT turn."""
     turns = row.get("conversations")
     if not isinstance(turns, list):
-        raise ProtocolError(
-            "schema", "conversations", f"expected a list of turns, not {type(turns).__name__}"
-        )
+        raise ProtocolError("schema", "conversations", f"expected a list of turns, not {type(turns).__name__}")
     result = []
     for index, turn in enumerate(turns):
         where = f"conversations[{index}]"
@@ -230,9 +225,7 @@ def _tagged(text: str, tag: str, where: str) -> tuple[str, list[str]]:
         if not closed:
             raise ProtocolError(tag, where, f"{opening} is not closed")
         if after.strip():
-            raise ProtocolError(
-                tag, where, f"text after {closing}; it can only stand before the first {opening}"
-            )
+            raise ProtocolError(tag, where, f"text after {closing}; it can only stand before the first {opening}")
         blocks.append(block.strip())
     # without blocks the text is left as it is, to the last space
     return (before.strip() if blocks else text), blocks

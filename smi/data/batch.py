@@ -56,17 +56,13 @@ class PackedBatch:
         for name, dtype in expected.items():
             tensor: Tensor = getattr(self, name)
             if tuple(tensor.shape) != row or tensor.dtype != dtype:
-                raise ValueError(
-                    f"{name} must be {dtype} {list(row)}, not {tensor.dtype} {list(tensor.shape)}"
-                )
+                raise ValueError(f"{name} must be {dtype} {list(row)}, not {tensor.dtype} {list(tensor.shape)}")
         if self.cu_seqlens.dtype != torch.int32 or self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 2:
             shape = list(self.cu_seqlens.shape)
             raise ValueError(f"cu_seqlens must be int32 [S + 1], not {self.cu_seqlens.dtype} {shape}")
         bounds: list[int] = self.cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != row[1] or any(a >= b for a, b in pairwise(bounds)):
-            raise ValueError(
-                f"cu_seqlens must start at 0, rise strictly and end at {row[1]}, not {_short(bounds)}"
-            )
+            raise ValueError(f"cu_seqlens must start at 0, rise strictly and end at {row[1]}, not {_short(bounds)}")
         if row[1] > self.capacity:
             raise ValueError(f"{row[1]} tokens are more than the capacity of {self.capacity}")
         # a label past a boundary would teach one document to foretell another
@@ -111,9 +107,7 @@ class PackedBatch:
         )
 
 
-def pack(
-    examples: Sequence[Example], indices: Iterable[int] | None = None, capacity: int | None = None
-) -> PackedBatch:
+def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capacity: int | None = None) -> PackedBatch:
     """Lay documents one after another.
 
     Args:

@@ -21,8 +21,8 @@ CONVERSATIONS = 3000
 # no task of this seed is of any interest: training and held-out tasks draw from other ones
 SEED = 999
 
-# pieces that no token may reach across: the protocol's envelopes whole, words without their blank (so that a word is
-# the same token in a sentence and in JSON), single digits (so that numbers are copied digit by digit), runs of signs
+# pieces that no token may reach across: the protocol's envelopes whole, words with the blank before them (so that
+# the token before a word is the word before it), single digits (so that numbers are copied digit by digit), signs
 PIECES = (
     r'\{"id":"a',
     r'","type":"tool","name":"',
@@ -39,7 +39,7 @@ PIECES = (
     r'\{"reasoning":\{"mode":"',
     r'","effort":"',
     r'","max_tokens":',
-    r"[A-Za-z]+",
+    r" ?[A-Za-z]+",
     r"[0-9]",
     r"[^A-Za-z0-9\s]+",
     r"\s",

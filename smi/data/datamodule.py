@@ -98,9 +98,7 @@ class SMIDataModule(LightningDataModule):
         if not 0.0 <= val_fraction < 1.0:
             raise ValueError(f"val_fraction must be from 0 up to, not including, 1, not {val_fraction}")
         if val is not None and val_fraction:
-            raise ValueError(
-                "give either val (sources of their own) or val_fraction (a share of train), not both"
-            )
+            raise ValueError("give either val (sources of their own) or val_fraction (a share of train), not both")
         check_sources(self.train_sources)
         if self.val_sources is not None:
             check_sources(self.val_sources)
@@ -175,9 +173,7 @@ class SMIDataModule(LightningDataModule):
         self.account = account = RowAccount()
         return self._epochs(account, refuse)
 
-    def _epochs(
-        self, account: RowAccount, refuse: Callable[[str, bytes], str | None]
-    ) -> Iterator[list[Document]]:
+    def _epochs(self, account: RowAccount, refuse: Callable[[str, bytes], str | None]) -> Iterator[list[Document]]:
         for epoch in itertools.count():
             order = f"{self.seed}/{epoch}"
             documents = epoch_documents(
@@ -227,9 +223,7 @@ class SMIDataModule(LightningDataModule):
             order="validation",
             held_out=True,
             limit=VALIDATION_ROWS,
-            refuse=lambda source, mark: (
-                "not_held_out" if source in files and share_of(mark) >= share else None
-            ),
+            refuse=lambda source, mark: "not_held_out" if source in files and share_of(mark) >= share else None,
         ):
             room -= document.tokens
             documents.append(document)
@@ -262,9 +256,7 @@ class SMIDataModule(LightningDataModule):
                 data.append([source.name, source.adapter, source.weight, source.quota, files])
             else:
                 plain = {
-                    k: v
-                    for k, v in sorted(getattr(source, "__dict__", {}).items())
-                    if isinstance(v, int | float | str)
+                    k: v for k, v in sorted(getattr(source, "__dict__", {}).items()) if isinstance(v, int | float | str)
                 }
                 data.append([source.name, type(source).__qualname__, plain])
         marks = sorted(mark.hex() for mark in self._validate()[1])

@@ -30,9 +30,7 @@ def best_fit_decreasing(lengths: ArrayLike, capacity: int) -> list[list[int]]:
     """
     sizes = np.asarray(lengths)
     if sizes.ndim != 1 or (sizes.size and not np.issubdtype(sizes.dtype, np.integer)):
-        raise ValueError(
-            f"lengths must be one row of whole numbers, not {sizes.dtype} of shape {sizes.shape}"
-        )
+        raise ValueError(f"lengths must be one row of whole numbers, not {sizes.dtype} of shape {sizes.shape}")
     bad = np.flatnonzero((sizes < 1) | (sizes > capacity))
     if bad.size:
         raise ValueError(
@@ -97,9 +95,7 @@ def _assign(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     return pack_of
 
 
-def pack_windows(
-    documents: Iterable[tuple[T, int]], *, window: int, capacity: int, rng: Random
-) -> Iterator[list[T]]:
+def pack_windows(documents: Iterable[tuple[T, int]], *, window: int, capacity: int, rng: Random) -> Iterator[list[T]]:
     """Pack a stream: gather `window` documents, shuffle them, pack them, hand the packs out in random order.
 
     The emptiest pack of a window is carried into the next one, so that a window's end costs no fill; the

@@ -142,9 +142,7 @@ class RowAccount:
             table.add_column(column, justify="right")
         table.add_column("rejected for", overflow="fold")
         for name, account in sources:
-            reasons = ", ".join(
-                f"{reason} {count:,}" for reason, count in account.rejected.copy().most_common()
-            )
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in account.rejected.copy().most_common())
             goal = [f"{account.quota or 0:,}", f"{account.shortfall:,}"] if quotas else []
             table.add_row(name, *_figures(account), *goal, reasons)
         if len(sources) != 1:
@@ -254,9 +252,7 @@ _REFUSALS = {
 Raw = tuple[Conversation | ProtocolError, Location]
 
 
-def raw_rows(
-    source: Source, root: str | Path, epoch: int, order: str, *, held_out: bool = False
-) -> Iterator[Raw]:
+def raw_rows(source: Source, root: str | Path, epoch: int, order: str, *, held_out: bool = False) -> Iterator[Raw]:
     """The rows of one epoch of a source as conversations, in the order that the text `order` seeds.
 
     Blocks of files come in shuffled order, the rows of a block as they stand. A source that makes its
@@ -297,9 +293,7 @@ def check_sources(sources: Sequence[Source]) -> None:
         raise ValueError("there are no sources; name at least one")
     names = Counter(source.name for source in sources)
     if len(names) < len(sources):
-        raise ValueError(
-            f"two sources are named {names.most_common(1)[0][0]!r}; accounts need names that differ"
-        )
+        raise ValueError(f"two sources are named {names.most_common(1)[0][0]!r}; accounts need names that differ")
     for source in sources:
         if quota_of(source) is None and not isinstance(source, SourceSpec) and len(sources) > 1:
             raise ValueError(
@@ -311,9 +305,7 @@ def check_sources(sources: Sequence[Source]) -> None:
                 raise ValueError(f"source {source.name!r}: weights and quotas must be above 0, not {value}")
     weighted = [source.name for source in sources if weight_of(source) is not None]
     if weighted and len(weighted) < len(sources):
-        raise ValueError(
-            f"only {', '.join(weighted)} have a weight or quota; give one to every source or to none"
-        )
+        raise ValueError(f"only {', '.join(weighted)} have a weight or quota; give one to every source or to none")
 
 
 def quota_of(source: Source) -> int | None:

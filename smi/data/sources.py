@@ -126,11 +126,7 @@ def find_files(spec: SourceSpec, root: str | Path = ".") -> list[Path]:
     for pattern in [spec.files] if isinstance(spec.files, str) else spec.files:
         path = Path(root, pattern)
         # a plain path may hold characters that glob would read as a pattern
-        matches = (
-            [path]
-            if path.is_file()
-            else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        )
+        matches = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         files = [match for match in matches if match.is_file()]
         if not files:
             raise ValueError(
@@ -203,9 +199,7 @@ def read_block(
         yield Row(Location(source, file, block, offset), value)
 
 
-def read_rows(
-    spec: SourceSpec, root: str | Path = ".", columns: Sequence[str] | None = None
-) -> Iterator[Row]:
+def read_rows(spec: SourceSpec, root: str | Path = ".", columns: Sequence[str] | None = None) -> Iterator[Row]:
     """All rows of a source, file by file, in file order. Arguments and errors as in `read_block`."""
     for path in find_files(spec, root):
         for block in list_blocks(path):
@@ -220,9 +214,7 @@ def _read_parquet(block: Block, columns: Sequence[str] | None) -> Iterator[_Valu
         schema = file.schema_arrow
         names = schema.names if columns is None else [name for name in schema.names if name in columns]
         nested = [name for name in names if _holds_struct(schema.field(name).type)]
-        batches = file.iter_batches(
-            PARQUET_BATCH_ROWS, row_groups=range(block.start, block.end), columns=names
-        )
+        batches = file.iter_batches(PARQUET_BATCH_ROWS, row_groups=range(block.start, block.end), columns=names)
         while True:
             try:
                 batch = next(batches)
@@ -330,9 +322,7 @@ def _elements(text: bytes, path: Path) -> Iterator[bytes]:
         if depth == 0:
             break
     if depth or text[start:].strip():
-        raise ValueError(
-            f"{path} is not one complete JSON array of rows: cut short, or JSONL under the name .json?"
-        )
+        raise ValueError(f"{path} is not one complete JSON array of rows: cut short, or JSONL under the name .json?")
 
 
 def _parse(text: bytes) -> _Value:

@@ -45,17 +45,16 @@ CONVERSIONS: dict[tuple[str, str], Callable[[float], float]] = {
     ("feet", "metres"): lambda x: x * 0.3048,
 }
 FIELDS = ("price", "stock", "aisle")
-ITEMS = tuple(
-    "lamp rope kettle ladder drill hammer tent bucket mirror carpet clock candle pillow blanket basket broom "
-    "scarf umbrella compass whistle lantern bottle teapot spoon plate chair shelf curtain towel notebook".split()
-)
+KINDS = ("red", "blue", "green", "small", "large", "old", "steel", "wooden")
+THINGS = ("lamp", "rope", "kettle", "ladder", "drill", "tent", "bucket", "mirror", "clock", "candle", "shelf")
+ITEMS = tuple(f"{kind} {thing}" for kind in KINDS for thing in THINGS)
 ERRANDS = tuple(
     f"{verb} {what}"
     for verb, whats in {
-        "call": ("Anna", "Omar", "Mei", "Luis", "the bank", "the dentist"),
+        "call": ("Anna", "Omar", "Mei", "Luis", "Ines", "Yusuf"),
         "water": ("the plants", "the roses"),
         "buy": ("bread", "milk", "stamps", "coffee"),
-        "feed": ("the cat", "the dog", "the fish"),
+        "feed": ("the cat", "the dog"),
         "pay": ("the rent", "the plumber"),
         "check": ("the oven", "the mail"),
     }.items()
@@ -203,14 +202,18 @@ def _convert(rng: random.Random) -> Task:
             f"what is {value} {source} in {target}",
         )
     )
-    return Task("convert", {"value": value, "from": source, "to": target}, clause, f"{source} to {target}")
+    return Task("convert", {"value": value, "from": source, "to": target}, clause, f"{value} {source} to {target}")
 
 
 def _lookup(rng: random.Random) -> Task:
     item, name = rng.choice(ITEMS), rng.choice(FIELDS)
     clause = rng.choice(
         {
-            "price": (f"how much is the {item}", f"what does the {item} cost", f"find the price of the {item}"),
+            "price": (
+                f"how much is the {item}",
+                f"what does the {item} cost",
+                f"find the price of the {item}",
+            ),
             "stock": (f"how many of the {item} are left", f"is the {item} in stock"),
             "aisle": (f"where is the {item}", f"which aisle has the {item}"),
         }[name]
@@ -221,7 +224,11 @@ def _lookup(rng: random.Random) -> Task:
 def _remind(rng: random.Random) -> Task:
     errand, time = rng.choice(ERRANDS), f"{rng.randint(6, 22):02d}:{rng.choice((0, 10, 15, 20, 30, 45)):02d}"
     clause = rng.choice(
-        (f"remind me to {errand} at {time}", f"set a reminder at {time} to {errand}", f"at {time} I must {errand}")
+        (
+            f"remind me to {errand} at {time}",
+            f"set a reminder at {time} to {errand}",
+            f"at {time} I must {errand}",
+        )
     )
     return Task("remind", {"text": errand, "time": time}, clause, f"{errand} at {time}")
 

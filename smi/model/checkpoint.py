@@ -106,9 +106,7 @@ def _local(source: str | os.PathLike, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            return Path(
-                snapshot_download(str(source), revision=revision, allow_patterns=["*.safetensors*", "*.json"])
-            )
+            return Path(snapshot_download(str(source), revision=revision, allow_patterns=["*.safetensors*", "*.json"]))
         except Exception as error:
             raise CheckpointError(
                 f"{source} is neither here (no such directory) nor could it be fetched from the hub: {error}"
@@ -149,7 +147,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as handle:
-                return {name: handle.get_tensor(name) for name in handle.keys()}
+                return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not iterable itself)
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
@@ -214,10 +212,9 @@ def config_of(tensors: Mapping[str, Tensor], extra: Mapping[str, object], where:
     first, last = "rwkv7.blocks.0.", f"rwkv7.blocks.{len(layers) - 1}."
     kept = ("norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "wkv_implementation")
     vocab, width = shape("rwkv7.emb.weight")
-    if len(layers) == 1 and last + "att.v1" not in tensors:
-        value_rank = 1
-    else:
-        value_rank = shape(last + "att.v1")[1]
+    # a single layer has no value residual, and need not say its rank
+    lone = len(layers) == 1 and last + "att.v1" not in tensors
+    value_rank = 1 if lone else shape(last + "att.v1")[1]
     return RWKV7Config(
         vocab_size=vocab,
         hidden_size=width,
@@ -239,8 +236,7 @@ def save_native(model: RWKV7ForCausalLM, file: str | os.PathLike) -> Path:
     """
     file = Path(file)
     tensors = {
-        name.removeprefix("rwkv7."): tensor.detach().cpu().contiguous()
-        for name, tensor in model.state_dict().items()
+        name.removeprefix("rwkv7."): tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
     if file.suffix not in (".pth", ".safetensors"):
         raise ValueError(f"a native checkpoint is a .pth or .safetensors file, not {file.name}")

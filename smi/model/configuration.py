@@ -18,6 +18,8 @@ class RWKV7Config(PreTrainedConfig):
         intermediate_size: inner width of the channel mix; 4 C when absent.
         decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim: ranks of the four low-rank maps.
             Released models follow no formula: checkpoints are read with the ranks of their weights.
+        embedding_init: the embedding starts uniform in (-embedding_init, embedding_init). 1e-4 is official, for long
+            training; ln0 hides the scale, but a small start lets the first steps push rare tokens together.
         norm_eps: of every LayerNorm. The GroupNorm over heads always uses 64e-5.
         wkv_implementation: which kernel the publisher's own code uses. Carried along, not used here: the kernel
             is chosen where the model runs (`RWKV7ForCausalLM.wkv_backend`).
@@ -38,6 +40,7 @@ class RWKV7Config(PreTrainedConfig):
         a_low_rank_dim: int = 64,
         v_low_rank_dim: int = 32,
         gate_low_rank_dim: int = 128,
+        embedding_init: float = 1e-4,
         norm_eps: float = 1e-5,
         norm_bias: bool = True,
         use_cache: bool = True,
@@ -54,8 +57,7 @@ class RWKV7Config(PreTrainedConfig):
         heads = hidden_size // head_dim
         if num_heads not in (None, heads):
             warnings.warn(
-                f"num_heads {num_heads} does not fit hidden_size {hidden_size} and head_dim {head_dim}; "
-                f"using {heads}",
+                f"num_heads {num_heads} does not fit hidden_size {hidden_size} and head_dim {head_dim}; using {heads}",
                 stacklevel=2,
             )
         if not norm_bias:
@@ -74,15 +76,11 @@ class RWKV7Config(PreTrainedConfig):
         self.a_low_rank_dim = a_low_rank_dim
         self.v_low_rank_dim = v_low_rank_dim
         self.gate_low_rank_dim = gate_low_rank_dim
+        self.embedding_init = embedding_init
         self.norm_eps = norm_eps
         self.norm_bias = norm_bias
         self.use_cache = use_cache
         self.wkv_state_dtype = wkv_state_dtype
         self.wkv_implementation = wkv_implementation
-        super().__init__(
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
+        kwargs |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from smi_kernels import wkv7
-from smi_kernels.inputs import segment_bounds, state_dtype
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
@@ -26,6 +24,8 @@ from transformers import initialization as init
 from transformers.utils.generic import ModelOutput
 
 from smi.model.configuration import RWKV7Config
+from smi_kernels import wkv7
+from smi_kernels.inputs import segment_bounds, state_dtype
 
 # the log decay is -exp(-1/2) sigmoid(.), so that a channel keeps at least exp(-0.6065) of itself a step
 DECAY_SCALE = math.exp(-0.5)
@@ -220,6 +220,7 @@ class RWKV7TimeMix(nn.Module):
         o = self.ln_x(o.reshape(batch * length, width)).view(batch, length, width)
         bonus = (r * k * self.r_k).sum(dim=-1, keepdim=True) * v
         o = o + bonus.view(batch, length, width)
+        assert v_first is not None
         return self.output(o * g), v_first, last, wkv
 
     def init_weights(self) -> None:
@@ -301,10 +302,12 @@ class RWKV7Block(nn.Module):
         """Returns x, v_first, and the layer's new att_shift, ffn_shift and wkv."""
         if self.att.layer_id == 0:
             x = self.ln0(x)
-        mixed, v_first, att_shift, wkv = self.att(self.ln1(x), v_first, att_shift, wkv, segments, backend)
+        mixed, v_first, last_att, wkv = self.att(self.ln1(x), v_first, att_shift, wkv, segments, backend)
         x = x + mixed
-        mixed, ffn_shift = self.ffn(self.ln2(x), ffn_shift, segments)
-        return x + mixed, v_first, att_shift, ffn_shift, wkv
+        mixed, last_ffn = self.ffn(self.ln2(x), ffn_shift, segments)
+        assert v_first is not None
+        assert wkv is not None
+        return x + mixed, v_first, last_att, last_ffn, wkv
 
 
 def _fill(parameter: Tensor, values: Tensor) -> None:
@@ -327,8 +330,8 @@ class RWKV7PreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
             init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            init.uniform_(module.weight, -1e-4, 1e-4)
-        elif module is getattr(self, "head", None):
+            init.uniform_(module.weight, -self.config.embedding_init, self.config.embedding_init)
+        elif isinstance(module, nn.Linear) and module is getattr(self, "head", None):
             init.orthogonal_(module.weight, gain=0.5 * math.sqrt(max(vocab / width, 1.0)))
 
 
@@ -348,7 +351,7 @@ class RWKV7Model(RWKV7PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.emb
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.emb = value
 
     def forward(
@@ -400,11 +403,7 @@ class RWKV7Model(RWKV7PreTrainedModel):
         v_first = None
         states: list[tuple[Tensor, Tensor, Tensor]] = []
         for i, block in enumerate(self.blocks):
-            before = (
-                (None, None, None)
-                if state is None
-                else (state.att_shift[i], state.ffn_shift[i], state.wkv[i])
-            )
+            before = (None, None, None) if state is None else (state.att_shift[i], state.ffn_shift[i], state.wkv[i])
             arguments = (x, v_first, *before, segments, self.wkv_backend)
             if self.gradient_checkpointing and self.training:
                 out = checkpoint(block, *arguments, use_reentrant=False)
@@ -445,13 +444,13 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.rwkv7.emb
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.rwkv7.emb = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.head = new_embeddings
 
     def forward(
@@ -514,14 +513,12 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
         inputs["logits_to_keep"] = kwargs.get("logits_to_keep") or 0
         return inputs
 
-    def _update_model_kwargs_for_generation(
-        self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1
-    ):
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1):
         model_kwargs = super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, is_encoder_decoder, num_new_tokens
         )
         if model_kwargs.get("use_cache", True):
-            model_kwargs["state"] = outputs.state
+            model_kwargs["state"] = outputs["state"]
             model_kwargs["unread"] = num_new_tokens
         return model_kwargs
 
@@ -538,4 +535,4 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
                 "beam search and assisted decoding reorder or rewind a key-value cache, which a recurrent model "
                 "does not have: use greedy decoding or sampling (num_beams=1, no assistant_model)"
             )
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -92,13 +92,8 @@ def encode(stream: Stream, tokenizer: PlainTokenizer, *, complete: bool = True) 
         runs.append((BlockType.EOS, target, 1))
     input_ids = np.array(ids, dtype=np.int32)
     # the promise of the tokenizer is checked once more here, where it matters most
-    if (
-        np.isin(input_ids, structural.ids).sum() != inserted
-        or (input_ids == tokenizer.eos_id).sum() != complete
-    ):
-        raise ProtocolError(
-            "tokenizer", "", "the tokenizer produced a structural or end-of-sequence id from text"
-        )
+    if np.isin(input_ids, structural.ids).sum() != inserted or (input_ids == tokenizer.eos_id).sum() != complete:
+        raise ProtocolError("tokenizer", "", "the tokenizer produced a structural or end-of-sequence id from text")
     lengths = [length for _, _, length in runs]
     return Example(
         input_ids=input_ids,
@@ -113,9 +108,7 @@ def encode_prompt(stream: Stream, tokenizer: PlainTokenizer) -> np.ndarray:
     Raises ProtocolError "prompt" unless the last transmission is the runtime's.
     """
     if not stream.transmissions or stream.transmissions[-1].side is not Side.RUNTIME:
-        raise ProtocolError(
-            "prompt", "", "a prompt ends with a transmission of the runtime, such as a USR block"
-        )
+        raise ProtocolError("prompt", "", "a prompt ends with a transmission of the runtime, such as a USR block")
     return encode(stream, tokenizer, complete=False).input_ids
 
 
@@ -137,9 +130,7 @@ def decode(ids: Iterable[int], tokenizer: PlainTokenizer) -> Stream:
             raise ProtocolError("text", where, f"the ids after {kind.token} are no text: {error}") from None
         if kind is BlockType.EOT:
             if text != "\n":
-                raise ProtocolError(
-                    "outside_block", where, f"expected one newline after <|eot|>, got {text[:40]!r}"
-                )
+                raise ProtocolError("outside_block", where, f"expected one newline after <|eot|>, got {text[:40]!r}")
             transmissions.append(Transmission(tuple(blocks)))
             blocks = []
         elif len(text) < 2 or text[0] != "\n" or text[-1] != "\n":
@@ -149,9 +140,7 @@ def decode(ids: Iterable[int], tokenizer: PlainTokenizer) -> Stream:
         else:
             blocks.append(Block(kind, text[1:-1]))
     if blocks:
-        raise ProtocolError(
-            "unfinished", "", f"the ids end inside a transmission, after {blocks[-1].type.token}"
-        )
+        raise ProtocolError("unfinished", "", f"the ids end inside a transmission, after {blocks[-1].type.token}")
     return Stream(tuple(transmissions))
 
 

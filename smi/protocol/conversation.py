@@ -56,9 +56,7 @@ def to_stream(conversation: Conversation, *, require_target: bool = True) -> Str
     """
     messages = conversation.messages
     if not isinstance(messages, list):
-        raise ProtocolError(
-            "messages", "messages", f"expected a list of messages, got {type(messages).__name__}"
-        )
+        raise ProtocolError("messages", "messages", f"expected a list of messages, got {type(messages).__name__}")
     if not messages:
         raise ProtocolError("empty", "messages", "the conversation has no messages")
     tools, caps = _capabilities(conversation)
@@ -122,9 +120,7 @@ class _Calls:
             raise ProtocolError("tool_calls", where, f"expected a call object, got {type(call).__name__}")
         function = call if call.get("function") is None else call["function"]
         if not isinstance(function, dict):
-            raise ProtocolError(
-                "tool_calls", where, f"function must be an object, got {type(function).__name__}"
-            )
+            raise ProtocolError("tool_calls", where, f"function must be an object, got {type(function).__name__}")
         id, name = call.get("id"), function.get("name")
         if not isinstance(id, str) or not id:
             raise ProtocolError("missing_call_id", where, "a call needs an id that its result can name")
@@ -199,9 +195,7 @@ def _assistant(message: dict[str, Any], calls: _Calls, where: str) -> list[Block
         blocks.append(Block(BlockType.OUT, content))
     blocks += [calls.make(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(requested)]
     if not blocks:
-        raise ProtocolError(
-            "empty_turn", where, "the assistant says, thinks and does nothing: drop the message"
-        )
+        raise ProtocolError("empty_turn", where, "the assistant says, thinks and does nothing: drop the message")
     return blocks
 
 

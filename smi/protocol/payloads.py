@@ -29,14 +29,10 @@ def _check(value: object, where: str, depth: int = 0) -> None:
         try:
             float(value)
         except OverflowError:
-            raise ProtocolError(
-                "number", where, "integer too large for a JSON number (about 1.8e308)"
-            ) from None
+            raise ProtocolError("number", where, "integer too large for a JSON number (about 1.8e308)") from None
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise ProtocolError(
-                "number", where, f"{value} is not a JSON number; only finite numbers are allowed"
-            )
+            raise ProtocolError("number", where, f"{value} is not a JSON number; only finite numbers are allowed")
     elif isinstance(value, dict | list):
         if depth >= MAX_NESTING:
             raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels")
@@ -135,9 +131,7 @@ def normalise_tools(tools: object, where: str = "tools") -> list[dict[str, Any]]
         if description is not None and not isinstance(description, str):
             raise ProtocolError("tools", place, f"description must be text, got {type(description).__name__}")
         if parameters is not None and not isinstance(parameters, dict):
-            raise ProtocolError(
-                "tools", place, f"parameters must be a JSON Schema object, got {parameters!r}"
-            )
+            raise ProtocolError("tools", place, f"parameters must be a JSON Schema object, got {parameters!r}")
         names.add(name)
         ordered = {"name": name, "description": description, "parameters": parameters, **flat}
         result.append({key: value for key, value in ordered.items() if value is not None})
@@ -206,17 +200,13 @@ def ctrl_payload(ctrl: Mapping[str, Any]) -> str:
     if not isinstance(reasoning, dict):
         raise ProtocolError("ctrl", "ctrl.reasoning", f"expected an object, got {type(reasoning).__name__}")
     if "mode" in reasoning and reasoning["mode"] not in REASONING_MODES:
-        raise ProtocolError(
-            "ctrl", "ctrl.reasoning.mode", f"{reasoning['mode']!r} is none of {REASONING_MODES}"
-        )
+        raise ProtocolError("ctrl", "ctrl.reasoning.mode", f"{reasoning['mode']!r} is none of {REASONING_MODES}")
     effort = reasoning.get("effort", "medium")
     if isinstance(effort, bool) or not isinstance(effort, str | int | float):
         raise ProtocolError("ctrl", "ctrl.reasoning.effort", f"expected a name or a number, got {effort!r}")
     budget = reasoning.get("max_tokens", 0)
     if type(budget) is not int or budget < 0:
-        raise ProtocolError(
-            "ctrl", "ctrl.reasoning.max_tokens", f"expected a number of tokens, got {budget!r}"
-        )
+        raise ProtocolError("ctrl", "ctrl.reasoning.max_tokens", f"expected a number of tokens, got {budget!r}")
     return dumps(ctrl)
 
 
@@ -248,9 +238,7 @@ def parse_act(payload: str, tools: object) -> Action:
         raise ProtocolError("act", "", f"an action is a JSON object, got {type(value).__name__}")
     for key, kind in (("id", str), ("type", str), ("name", str), ("arguments", dict)):
         if not isinstance(value.get(key), kind) or not (value[key] or kind is dict):
-            raise ProtocolError(
-                "act", key, f"an action needs {key} ({kind.__name__}), got {value.get(key)!r}"
-            )
+            raise ProtocolError("act", key, f"an action needs {key} ({kind.__name__}), got {value.get(key)!r}")
     if value["type"] != "tool":
         raise ProtocolError("act", "type", f"expected type 'tool', got {value['type']!r}")
     extra = sorted(value.keys() - {"id", "type", "name", "arguments"})
@@ -260,9 +248,7 @@ def parse_act(payload: str, tools: object) -> Action:
     tool = declared.get(value["name"])
     if tool is None:
         names = ", ".join(sorted(declared)) or "none"
-        raise ProtocolError(
-            "undeclared_tool", "name", f"{value['name']!r} is not declared; declared: {names}"
-        )
+        raise ProtocolError("undeclared_tool", "name", f"{value['name']!r} is not declared; declared: {names}")
     _validate(value["arguments"], tool.get("parameters", {}), value["name"])
     return Action(value["id"], value["type"], value["name"], value["arguments"])
 
@@ -280,15 +266,11 @@ def _validate(arguments: dict[str, Any], schema: dict[str, Any], name: str) -> N
         error = best_match(Draft202012Validator(schema, registry=Registry()).iter_errors(arguments))
     except (SchemaError, Unresolvable, RecursionError, re.error) as problem:
         text = problem.message if isinstance(problem, SchemaError) else f"{type(problem).__name__}: {problem}"
-        raise ProtocolError(
-            "schema", f"tools.{name}.parameters", f"not a usable JSON Schema: {text}"
-        ) from None
+        raise ProtocolError("schema", f"tools.{name}.parameters", f"not a usable JSON Schema: {text}") from None
     if error is not None:
         raise ProtocolError("arguments", error.json_path.replace("$", "arguments", 1), error.message)
 
 
 def _identifier(value: object, where: str) -> None:
     if not isinstance(value, str) or not value:
-        raise ProtocolError(
-            "id" if where != "name" else "name", where, f"expected non-empty text, got {value!r}"
-        )
+        raise ProtocolError("id" if where != "name" else "name", where, f"expected non-empty text, got {value!r}")

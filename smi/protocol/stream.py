@@ -28,11 +28,7 @@ class ProtocolError(ValueError):
         self.message = message
 
     def __str__(self) -> str:
-        return (
-            f"{self.where}: {self.message} [{self.reason}]"
-            if self.where
-            else f"{self.message} [{self.reason}]"
-        )
+        return f"{self.where}: {self.message} [{self.reason}]" if self.where else f"{self.message} [{self.reason}]"
 
 
 def check_text(text: object, where: str) -> str:

@@ -63,9 +63,7 @@ def slot_tokens(slots: int) -> tuple[str, ...]:
     Raises ValueError unless `slots` is 10 or 32.
     """
     if slots not in (len(STRUCTURAL_TOKENS), SLOTS):
-        raise ValueError(
-            f"slots is {slots!r}; it must be 10 (the structural tokens) or 32 (with the reserved rows)"
-        )
+        raise ValueError(f"slots is {slots!r}; it must be 10 (the structural tokens) or 32 (with the reserved rows)")
     reserved = (f"<|smi_reserved_{slot}|>" for slot in range(len(STRUCTURAL_TOKENS), slots))
     return STRUCTURAL_TOKENS + tuple(reserved)
 
@@ -130,9 +128,7 @@ class StructuralIds:
         return cls(tuple(ids[name] for name in names))
 
 
-def install_structural_tokens(
-    tokenizer: Any, model: Any = None, slots: int = 10, *, seed: int = 0
-) -> StructuralIds:
+def install_structural_tokens(tokenizer: Any, model: Any = None, slots: int = 10, *, seed: int = 0) -> StructuralIds:
     """Append the structural tokens to a transformers fast tokenizer, and rows for them to a model.
 
     tokenizer: a `PreTrainedTokenizerFast`; changed in place. Tokens it already has keep their ids, so a
@@ -148,9 +144,7 @@ def install_structural_tokens(
     names = slot_tokens(slots)
     known = len(tokenizer)
     fresh = [name for name in names if name not in tokenizer.get_vocab()]
-    tokenizer.add_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True
-    )
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
     ids = StructuralIds(tuple(tokenizer.convert_tokens_to_ids(list(names))))
     for name, token_id in zip(names, ids.ids, strict=True):
         if tokenizer.encode(name, add_special_tokens=False) != [token_id]:

@@ -4,7 +4,14 @@ import time
 
 import lightning as L
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from smi.data.batch import PackedBatch
 
@@ -19,8 +26,9 @@ class ProgressReport(L.Callback):
     ``speed/supervised_per_s``, over the time since they were last logged, validation excluded.
     """
 
-    def __init__(self, console: Console | None = None):
-        self.console = console or Console()
+    def __init__(self, console: Console, log_every: int):
+        self.console = console
+        self.log_every = log_every
         self._bar: Progress | None = None
         self._restart_clock()
 
@@ -42,9 +50,7 @@ class ProgressReport(L.Callback):
                 console=self.console,
             )
             self._bar.start()
-            self._task = self._bar.add_task(
-                "", total=trainer.max_steps, completed=trainer.global_step, figures=""
-            )
+            self._task = self._bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, figures="")
         self._begin, self._first_step = time.monotonic(), trainer.global_step
         self._last_line = time.monotonic()
         self._last_step = trainer.global_step
@@ -77,9 +83,9 @@ class ProgressReport(L.Callback):
             self.console.print(
                 f"step {step}/{trainer.max_steps}  {figures}  {minutes}:{rest:02d} left", highlight=False
             )
-        if step % trainer.log_every_n_steps == 0:
-            self.log("speed/tokens_per_s", rate)
-            self.log("speed/supervised_per_s", self._supervised * trainer.world_size / seconds)
+        if step % self.log_every == 0:
+            pl_module.log("speed/tokens_per_s", rate)
+            pl_module.log("speed/supervised_per_s", self._supervised * trainer.world_size / seconds)
             self._restart_clock()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -103,7 +109,5 @@ class ProgressReport(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop()

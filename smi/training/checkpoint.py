@@ -30,9 +30,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         finally:
             os.close(folder)
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return super().load_checkpoint(path, map_location, weights_only=True)
 
 

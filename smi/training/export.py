@@ -55,14 +55,12 @@ def export_model(
     return directory
 
 
-def _card(
-    model: RWKV7ForCausalLM, tokenizer: Tokenizer, formats: Sequence[str], figures: Mapping[str, Any]
-) -> str:
+def _card(model: RWKV7ForCausalLM, tokenizer: Tokenizer, formats: Sequence[str], figures: Mapping[str, Any]) -> str:
     config = model.config
+    first, *_, last = tokenizer.structural.ids
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
     native = (
-        f"\n`{NATIVE_FILE}` is the same model in the native RWKV layout, for the `rwkv` package and other "
-        "runtimes.\n"
+        f"\n`{NATIVE_FILE}` is the same model in the native RWKV layout, for the `rwkv` package and other runtimes.\n"
         if "native" in formats
         else ""
     )
@@ -77,7 +75,7 @@ Trained on State Model Interface streams. `config.yaml` holds the whole configur
 | figure | value |
 |---|---|
 | parameters | {sum(p.numel() for p in model.parameters()):,} |
-| vocabulary | {tokenizer.vocab_size:,} tokens, structural ids {tokenizer.structural.ids[0]} to {tokenizer.structural.ids[-1]} |
+| vocabulary | {tokenizer.vocab_size:,} tokens, structural ids {first} to {last} |
 {rows}
 
 ```python

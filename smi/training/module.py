@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import numpy as np
@@ -41,8 +41,9 @@ class Optimization:
 TOKENS, LOSS, CORRECT = 0, 1, 2
 
 
-def _table(sums: LossSums) -> Tensor:
-    return torch.stack([sums.tokens, sums.by_type, sums.correct]).double()
+def _added(table: Tensor | None, sums: LossSums) -> Tensor:
+    new = torch.stack([sums.tokens, sums.by_type, sums.correct]).double()
+    return new if table is None else table + new
 
 
 class SMIModule(L.LightningModule):
@@ -58,8 +59,8 @@ class SMIModule(L.LightningModule):
         self.model = model
         self.optimization = optimization
         self.save_hyperparameters({"optimization": {**asdict(optimization), "betas": list(optimization.betas)}})
-        self._step: Tensor | float = 0.0
-        self._validation: Tensor | float = 0.0
+        self._step: Tensor | None = None
+        self._validation: Tensor | None = None
 
     def _loss(self, batch: PackedBatch) -> LossSums:
         hidden = self.model.rwkv7(
@@ -69,12 +70,12 @@ class SMIModule(L.LightningModule):
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         sums = self._loss(batch)
-        self._step = self._step + _table(sums)
+        self._step = _added(self._step, sums)
         return sums.loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         tokens, loss, correct = self._totals(self._step)
-        self._step = 0.0
+        self._step = None
         count = max(tokens.sum(), 1.0)
         mean = loss.sum() / count
         if not math.isfinite(mean):
@@ -100,11 +101,11 @@ class SMIModule(L.LightningModule):
         self.log("train/grad_norm", norm)
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
-        self._validation = self._validation + _table(self._loss(batch))
+        self._validation = _added(self._validation, self._loss(batch))
 
     def on_validation_epoch_end(self) -> None:
         tokens, loss, correct = self._totals(self._validation)
-        self._validation = 0.0
+        self._validation = None
         count = max(tokens.sum(), 1.0)
         self.log("val/loss", loss.sum() / count, prog_bar=True)
         self.log("val/accuracy", correct.sum() / count)
@@ -114,12 +115,12 @@ class SMIModule(L.LightningModule):
                 self.log(f"val/loss_{name}", loss[kind] / tokens[kind])
                 self.log(f"val/accuracy_{name}", correct[kind] / tokens[kind])
 
-    def _totals(self, table: Tensor | float) -> np.ndarray:
+    def _totals(self, table: Tensor | None) -> np.ndarray:
         """The table summed over ranks, float64 [3, types], on the CPU."""
-        if isinstance(table, float):
+        if table is None:
             return np.zeros((3, len(BlockType)))
         if self.trainer.world_size > 1:
-            table = self.trainer.strategy.reduce(table, reduce_op="sum")  # type: ignore[assignment]
+            table = cast(Tensor, self.trainer.strategy.reduce(table, reduce_op="sum"))
         return table.cpu().numpy()
 
     def configure_optimizers(self) -> Any:
@@ -133,4 +134,7 @@ class SMIModule(L.LightningModule):
             warmup_steps=how.warmup_steps,
             final_ratio=how.final_lr_ratio,
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
+        }

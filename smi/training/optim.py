@@ -16,9 +16,7 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float) -> list[d
     "Matrices" are the weights of Linear and Embedding layers. The low-rank factors and r_k, though of two
     dimensions, are not among them.
     """
-    matrices = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)
-    }
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
     decayed, plain, fast = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -49,4 +47,4 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiplies all gradients by `factor`, in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import smi_kernels
 import torch
 import transformers
 import yaml
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import smi_kernels
 from smi.config import Config
 from smi.data import SMIDataModule
 from smi.data.sources import Source, SourceSpec
@@ -120,8 +120,7 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         if data.mirror is None:
             raise ValueError("data.mirror is not set: name the directory that holds the sources' files")
         train = [
-            SourceSpec(name, source.files, source.adapter, quota=source.quota)
-            for name, source in data.source.items()
+            SourceSpec(name, source.files, source.adapter, quota=source.quota) for name, source in data.source.items()
         ]
     return SMIDataModule(
         tokenizer,
@@ -175,6 +174,7 @@ def from_scratch(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
             a_low_rank_dim=shape.a_low_rank_dim,
             v_low_rank_dim=shape.v_low_rank_dim,
             gate_low_rank_dim=shape.gate_low_rank_dim,
+            embedding_init=shape.embedding_init,
         )
     )
 
@@ -231,9 +231,7 @@ def build_logger(config: Config) -> Any:
             return False
 
 
-def evaluate_tasks(
-    config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer, console: Console
-) -> dict[str, float]:
+def evaluate_tasks(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer, console: Console) -> dict[str, float]:
     """Plays held-out tasks of the synthetic world with the trained model and prints how it did."""
     source = SyntheticTools(config.seed, config.data.max_questions)
     conversations = list(islice(source.conversations(held_out=True), config.data.held_out_tasks))

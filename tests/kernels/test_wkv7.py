@@ -1,9 +1,12 @@
 """Every backend against the recurrence in float64: output, final state and all seven gradients."""
 
+from itertools import pairwise
+
 import pytest
-import smi_kernels
 import torch
 import torch.nn.functional as F
+
+import smi_kernels
 from smi_kernels import Backend, Verdict, wkv7
 from smi_kernels.inputs import segment_bounds
 
@@ -79,10 +82,8 @@ def test_packed_rows(backend, cut):
 def test_packed_segments_equal_rows_alone(backend):
     cut = [0, 7, 40, 73]
     inputs, state = make_inputs(1, 73, 2, 16), make_state(3, 2, 16)
-    o, final = wkv7(
-        *inputs, initial_state=state, cu_seqlens=torch.tensor(cut, dtype=torch.int32), backend=backend
-    )
-    for i, (start, end) in enumerate(zip(cut, cut[1:], strict=False)):
+    o, final = wkv7(*inputs, initial_state=state, cu_seqlens=torch.tensor(cut, dtype=torch.int32), backend=backend)
+    for i, (start, end) in enumerate(pairwise(cut)):
         alone, last = wkv7(*(x[:, start:end] for x in inputs), initial_state=state[i : i + 1], backend=backend)
         torch.testing.assert_close(o[:, start:end], alone, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(final[i : i + 1], last, rtol=1e-12, atol=1e-12)
@@ -213,7 +214,9 @@ def bad_inputs():
     yield case("k has shape", k=good[2][:, :4])
     yield case("v is torch.float64", v=good[3].double())
     yield case("r must be float64", r=good[0].long())
-    yield case("packs one row", cu_seqlens=cut, **{n: x.repeat(2, 1, 1, 1) for n, x in zip("rwkvab", good)})
+    yield case(
+        "packs one row", cu_seqlens=cut, **{n: x.repeat(2, 1, 1, 1) for n, x in zip("rwkvab", good, strict=True)}
+    )
     yield case("must start at 0", cu_seqlens=cut + 1)
     yield case("must strictly increase", cu_seqlens=torch.tensor([0, 3, 3, 8], dtype=torch.int32))
     yield case("ends at 7", cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))
@@ -221,7 +224,7 @@ def bad_inputs():
     yield case("initial_state must be", initial_state=torch.zeros(1, 2, 16, 15))
     yield case("initial_state must be torch.float32", initial_state=torch.zeros(1, 2, 16, 16).double())
     yield case("k is on meta", k=good[2].to("meta"))
-    yield case("empty inputs", **{n: x[:, :0] for n, x in zip("rwkvab", good)})
+    yield case("empty inputs", **{n: x[:, :0] for n, x in zip("rwkvab", good, strict=True)})
     yield case("no WKV backend named 'fast'", backend="fast")
 
 

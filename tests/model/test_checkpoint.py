@@ -27,9 +27,19 @@ def test_every_layout_gives_the_same_model(folder, goldens, source):
 
 def test_shapes_come_from_the_weights(folder):
     config = load_pretrained(folder / "T1.pth").config
-    ranks = (config.decay_low_rank_dim, config.a_low_rank_dim, config.v_low_rank_dim, config.gate_low_rank_dim)
+    ranks = (
+        config.decay_low_rank_dim,
+        config.a_low_rank_dim,
+        config.v_low_rank_dim,
+        config.gate_low_rank_dim,
+    )
     assert ranks == (32, 32, 16, 32)
-    assert (config.hidden_size, config.num_hidden_layers, config.num_heads, config.vocab_size) == (128, 2, 2, 512)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_heads, config.vocab_size) == (
+        128,
+        2,
+        2,
+        512,
+    )
 
 
 def test_tensors_are_kept_in_their_dtype_and_bit_for_bit(folder, native, tmp_path):
@@ -46,7 +56,10 @@ def test_tensors_are_kept_in_their_dtype_and_bit_for_bit(folder, native, tmp_pat
 
 def test_public_hf_layout_is_what_transformers_saves(folder, tmp_path):
     load_pretrained(folder / "publisher").save_pretrained(tmp_path)
-    ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(folder / "publisher" / "model.safetensors")
+    ours, theirs = (
+        load_file(tmp_path / "model.safetensors"),
+        load_file(folder / "publisher" / "model.safetensors"),
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     again = RWKV7ForCausalLM.from_pretrained(tmp_path)
@@ -149,4 +162,3 @@ class TestBadCheckpoints:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match=r"model-1\.safetensors"):
             load_pretrained(tmp_path)
-

@@ -145,9 +145,7 @@ class TestGenerate:
     def test_several_sampled_sequences_of_one_prompt(self):
         model, ids = tiny(), ids_of(1, 5)
         torch.manual_seed(0)
-        out = model.generate(
-            ids, max_new_tokens=5, do_sample=True, num_return_sequences=3, eos_token_id=None, top_k=0
-        )
+        out = model.generate(ids, max_new_tokens=5, do_sample=True, num_return_sequences=3, eos_token_id=None, top_k=0)
         assert out.shape == (3, 10)
         assert len({tuple(row) for row in out.tolist()}) > 1
 
@@ -212,7 +210,12 @@ class TestConfig:
 
     @pytest.mark.parametrize(
         "changes",
-        [{"hidden_size": 100}, {"norm_bias": False}, {"tie_word_embeddings": True}, {"wkv_state_dtype": "bfloat16"}],
+        [
+            {"hidden_size": 100},
+            {"norm_bias": False},
+            {"tie_word_embeddings": True},
+            {"wkv_state_dtype": "bfloat16"},
+        ],
     )
     def test_what_rwkv7_is_not_is_refused(self, changes):
         with pytest.raises(ValueError, match="|".join(("multiple", "bias", "matrix", "float32"))):
@@ -247,9 +250,7 @@ class TestInitialisation:
     @pytest.fixture(scope="class")
     def model(self):
         torch.manual_seed(0)
-        return RWKV7ForCausalLM(
-            RWKV7Config(vocab_size=300, hidden_size=128, num_hidden_layers=4, gate_low_rank_dim=32)
-        )
+        return RWKV7ForCausalLM(RWKV7Config(vocab_size=300, hidden_size=128, num_hidden_layers=4, gate_low_rank_dim=32))
 
     @pytest.mark.parametrize("layer", [0, 3])
     def test_mixing_vectors(self, model, layer):
@@ -277,7 +278,15 @@ class TestInitialisation:
             att = block.att
             assert torch.all(att.k_a == torch.tensor(1.02))
             assert torch.all(att.r_k == torch.tensor(-0.04))
-            for zero in (att.w1, att.a1, att.v1, att.g1, att.output.weight, block.ffn.value.weight, att.ln_x.bias):
+            for zero in (
+                att.w1,
+                att.a1,
+                att.v1,
+                att.g1,
+                att.output.weight,
+                block.ffn.value.weight,
+                att.ln_x.bias,
+            ):
                 assert torch.count_nonzero(zero) == 0
             torch.testing.assert_close(att.ln_x.weight, torch.full((128,), ((layer + 1) / 4) ** 0.7))
             for norm in (block.ln1, block.ln2):

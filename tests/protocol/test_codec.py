@@ -39,9 +39,7 @@ def payloads() -> st.SearchStrategy[str]:
         "\0",
         "\ufeff",
     ]
-    return st.lists(st.one_of(st.sampled_from([*spellings, *fragments, *looks]), st.text(max_size=12))).map(
-        "".join
-    )
+    return st.lists(st.one_of(st.sampled_from([*spellings, *fragments, *looks]), st.text(max_size=12))).map("".join)
 
 
 def streams() -> st.SearchStrategy[Stream]:

@@ -62,9 +62,7 @@ def test_coding_agent_of_the_protocol() -> None:
         says(
             "",
             thinking="The timestamp comparison uses inconsistent units.",
-            tool_calls=[
-                {"id": "a3", "name": "edit_file", "arguments": {"path": "src/auth.ts", "patch": "..."}}
-            ],
+            tool_calls=[{"id": "a3", "name": "edit_file", "arguments": {"path": "src/auth.ts", "patch": "..."}}],
         ),
         result("a3", None),
         {"role": "assistant", "tool_calls": [call("a4", "bash", '{"command":"npm test"}')]},
@@ -122,9 +120,7 @@ def test_parallel_calls_answered_out_of_order_and_a_failure() -> None:
     error = {"type": "permission_denied", "message": "Access denied"}
     text = compiled(
         user(),
-        says(
-            tool_calls=[call("a1", "read_file", {"path": "a.py"}), call("a2", "read_file", {"path": "b.py"})]
-        ),
+        says(tool_calls=[call("a1", "read_file", {"path": "a.py"}), call("a2", "read_file", {"path": "b.py"})]),
         result("a2", "..."),
         result("a1", "", is_error=True, error=error),
         says(),
@@ -157,18 +153,11 @@ def test_capabilities_take_their_place() -> None:
         {"tools": [{"name": "f"}], "caps": caps},
         {"tools": None, "caps": {"tools": [{"name": "f"}], **caps}},
     ):
-        text = compiled(
-            {"role": "system", "content": "s"}, user(), says(tool_calls=[call("a1", "f")]), **more
-        )
+        text = compiled({"role": "system", "content": "s"}, user(), says(tool_calls=[call("a1", "f")]), **more)
         assert text.startswith(f"<|sys|>\ns\n<|caps|>\n{line}\n<|usr|>\nu\n<|eot|>\n<|out|>")
     # a conversation that the model opens still hears first what it may do
-    assert compiled(says(), tools=[{"name": "f"}]).startswith(
-        '<|caps|>\n{"tools":[{"name":"f"}]}\n<|eot|>\n<|out|>'
-    )
-    assert (
-        compiled(says(), tools=[], caps={}, ctrl={"x": 1})
-        == '<|ctrl|>\n{"x":1}\n<|eot|>\n<|out|>\nx\n<|eot|>'
-    )
+    assert compiled(says(), tools=[{"name": "f"}]).startswith('<|caps|>\n{"tools":[{"name":"f"}]}\n<|eot|>\n<|out|>')
+    assert compiled(says(), tools=[], caps={}, ctrl={"x": 1}) == '<|ctrl|>\n{"x":1}\n<|eot|>\n<|out|>\nx\n<|eot|>'
 
 
 def test_later_instructions_open_a_transmission_of_their_own() -> None:

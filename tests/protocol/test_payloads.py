@@ -40,9 +40,7 @@ def refused(reason: str):
             '{"caused_by":"a1","ok":false,"error":{"type":"permission_denied","message":"Access denied"}}',
         ),
         (
-            ctrl_payload(
-                {"reasoning": {"mode": "adaptive", "effort": "medium", "max_tokens": 2048}, "realtime": True}
-            ),
+            ctrl_payload({"reasoning": {"mode": "adaptive", "effort": "medium", "max_tokens": 2048}, "realtime": True}),
             '{"reasoning":{"mode":"adaptive","effort":"medium","max_tokens":2048},"realtime":true}',
         ),
         (caps_payload([], {"actions": ["navigate", "speak"]}), '{"actions":["navigate","speak"]}'),
@@ -53,10 +51,7 @@ def test_lines_of_the_protocol(payload: str, line: str) -> None:
 
 
 def test_writer() -> None:
-    assert (
-        dumps({"b": [1, 2.0, None, True], "a": 'é\u2028"\\\n'})
-        == '{"b":[1,2.0,null,true],"a":"é\u2028\\"\\\\\\n"}'
-    )
+    assert dumps({"b": [1, 2.0, None, True], "a": 'é\u2028"\\\n'}) == '{"b":[1,2.0,null,true],"a":"é\u2028\\"\\\\\\n"}'
     assert obs_payload("a", True, 0) == '{"caused_by":"a","ok":true,"content":0}'
     assert obs_payload("a", True, "") == '{"caused_by":"a","ok":true,"content":""}'
 
@@ -220,9 +215,7 @@ def test_tools_flattened() -> None:
         "type": "function",
         "function": {"parameters": SCHEMA, "strict": True, "description": "d", "name": "f"},
     }
-    flat = normalise_tools(
-        [wrapped, {"type": "function", "name": "g", "description": None, "parameters": None}]
-    )
+    flat = normalise_tools([wrapped, {"type": "function", "name": "g", "description": None, "parameters": None}])
     assert dumps(flat) == (
         '[{"name":"f","description":"d","parameters":' + dumps(SCHEMA) + ',"strict":true},{"name":"g"}]'
     )

@@ -35,9 +35,7 @@ def test_runtime_order(types: tuple[str, str]) -> None:
         Transmission(tuple(Block(BlockType[name], "") for name in types))
 
 
-@pytest.mark.parametrize(
-    "types", [("CTRL", "SYS", "DEV", "CAPS", "USR", "OBS", "USR"), ("SYS", "SYS"), ("OBS", "USR")]
-)
+@pytest.mark.parametrize("types", [("CTRL", "SYS", "DEV", "CAPS", "USR", "OBS", "USR"), ("SYS", "SYS"), ("OBS", "USR")])
 def test_runtime_order_kept(types: tuple[str, ...]) -> None:
     Transmission(tuple(Block(BlockType[name], "") for name in types))
 

@@ -36,9 +36,7 @@ def test_ids(slots: int) -> None:
     assert len(ids.all) == slots
 
 
-@pytest.mark.parametrize(
-    "ids", [(1, 2), (1,) * 10, tuple(range(-1, 9)), tuple("0123456789"), tuple(range(11))]
-)
+@pytest.mark.parametrize("ids", [(1, 2), (1,) * 10, tuple(range(-1, 9)), tuple("0123456789"), tuple(range(11))])
 def test_ids_refused(ids: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"slots|structural ids"):
         StructuralIds(ids)

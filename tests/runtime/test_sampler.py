@@ -16,7 +16,12 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model(tokenizer):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": tokenizer.vocab_size + 30}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "vocab_size": tokenizer.vocab_size + 30,
+    }
     model = RWKV7ForCausalLM(RWKV7Config(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -46,9 +51,7 @@ def test_masks_let_through_what_a_model_may_write(tokenizer):
 def test_whatever_the_model_wants_it_writes_model_blocks_alone(model, tokenizer, temperature):
     forbidden = {tokenizer.structural.id(kind) for kind in BlockType if kind < BlockType.THINK}
     forbidden |= {tokenizer.eos_id, *tokenizer.structural.ids[10:]}
-    results = generate(
-        model, tokenizer, prompts(tokenizer, 8), max_tokens=50, temperature=temperature, seed=1
-    )
+    results = generate(model, tokenizer, prompts(tokenizer, 8), max_tokens=50, temperature=temperature, seed=1)
     for result in results:
         kind = tokenizer.structural.type_of(result.ids[0])
         assert kind in (BlockType.THINK, BlockType.OUT, BlockType.ACT)

@@ -81,9 +81,7 @@ def test_a_micro_batch_without_supervision_changes_nothing(examples):
     seen = []
     for batches in ([batch], [batch, silent]):
         gradients = Gradients()
-        trainer(accumulate_grad_batches=len(batches), callbacks=[gradients]).fit(
-            module(), FixedBatches(batches)
-        )
+        trainer(accumulate_grad_batches=len(batches), callbacks=[gradients]).fit(module(), FixedBatches(batches))
         seen.append(gradients.seen)
     torch.testing.assert_close(*seen, rtol=1e-9, atol=1e-12)
 
