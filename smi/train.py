@@ -43,7 +43,8 @@ def train(config: Config) -> dict[str, float]:
     )
 
     quiet_libraries()
-    console = Console()
+    # a log file is no narrower than a terminal
+    console = Console(width=None if sys.stdout.isatty() else 120)
     run_dir = Path(config.paths.run_dir)
     checkpoint = prepare_run_dir(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -79,7 +80,7 @@ def train(config: Config) -> dict[str, float]:
         num_sanity_val_steps=0,
     )
     trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
-    data.report()
+    data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -28,6 +28,9 @@ from smi.data.pipeline import Compiler, Document, RowAccount, check_sources, epo
 from smi.data.sources import Source, SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.payloads import dumps
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # how far to look for held-out documents before saying that there are too few
 VALIDATION_ROWS = 200_000
@@ -148,11 +151,11 @@ class SMIDataModule(LightningDataModule):
         batches, _ = self._validate()
         return FixedBatches(batches) if batches else []
 
-    def report(self) -> None:
+    def report(self, console: Console | None = None) -> None:
         """Print what became of the rows, source by source."""
         from rich.console import Console
 
-        console = Console()
+        console = console or Console()
         console.print(self.account.table("Training rows"))
         if self.val_account.rows:
             console.print(self.val_account.table("Validation rows"))
