@@ -385,7 +385,7 @@ def test_eos_is_found_or_asked_for(tmp_path: Path) -> None:
 
 def test_sources_refused(tmp_path: Path) -> None:
     for source in ("rwkv_wrold", str(tmp_path)):
-        with pytest.raises(ValueError, match="expected 'rwkv_world' or a directory"):
+        with pytest.raises(ValueError, match="expected 'rwkv_world', 'compact' or a directory"):
             load_tokenizer(source)
     with pytest.raises(ValueError, match="slots"):
         load_tokenizer("rwkv_world", slots=12)

@@ -1,5 +1,6 @@
 """From a judged config to the objects of a run. Everything that can be wrong shows here, before training starts."""
 
+import importlib.util
 import logging
 import warnings
 from dataclasses import asdict
@@ -218,7 +219,7 @@ def optimization(config: Config) -> Optimization:
 
 
 def build_logger(config: Config) -> Any:
-    """Lightning's logger of `config.logger`; False for none."""
+    """Lightning's logger of `config.logger`; False for none. Raises ValueError where wandb is not installed."""
     folder = config.paths.run_dir
     match config.logger.kind:
         case "tensorboard":
@@ -226,6 +227,8 @@ def build_logger(config: Config) -> Any:
         case "csv":
             return loggers.CSVLogger(folder, name="csv", version="")
         case "wandb":
+            if importlib.util.find_spec("wandb") is None:
+                raise ValueError("logger=wandb needs wandb: pip install 'smi[wandb]', or choose another logger")
             return loggers.WandbLogger(project=config.logger.project, save_dir=folder, name=config.name)
         case _:
             return False
