@@ -5,6 +5,7 @@ python -m smi.train +recipe=quickstart optim.lr=1e-3 trainer.max_steps=50
 python -m smi.train -m +recipe=quickstart seed=1,2
 """
 
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def train(config: Config) -> dict[str, float]:
     """
     import lightning as L
     import torch
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from rich.console import Console
 
     from smi.training.callbacks import ProgressReport
@@ -69,7 +71,7 @@ def train(config: Config) -> dict[str, float]:
         log_every_n_steps=config.trainer.log_every,
         logger=build_logger(config),
         callbacks=[
-            ProgressReport(console, config.trainer.log_every),
+            ProgressReport(console, config.trainer.log_every, run_dir),
             checkpoint_callback(
                 run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints
             ),
@@ -79,7 +81,10 @@ def train(config: Config) -> dict[str, float]:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
+    try:
+        trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
+    except SIGTERMException:
+        sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
     data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -161,13 +161,18 @@ assert error < 1e-5, error
         assert "resume=auto" in output
 
 
+def wait_for_checkpoint(process, run_dir):
+    deadline = time.monotonic() + 120
+    while not list(run_dir.glob("checkpoints/step=*.ckpt")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no checkpoint came"
+        time.sleep(0.01)
+
+
 def test_a_killed_run_goes_on_from_its_last_checkpoint(quickstart, tmp_path):
     undisturbed, _ = quickstart
     process = start(*QUICK, "paths.run_dir=run", cwd=tmp_path)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("step=*.ckpt")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_checkpoint(process, tmp_path / "run")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -180,6 +185,17 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(quickstart, tmp_path):
     assert 0 not in resumed
     assert max(resumed) == max(whole)
     assert resumed == {step: whole[step] for step in resumed}
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(tmp_path, sent, code):
+    process = start(*QUICK, "paths.run_dir=run", "trainer.max_steps=100000", cwd=tmp_path)
+    wait_for_checkpoint(process, tmp_path / "run")
+    process.send_signal(sent)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    assert "resume=auto goes on from the last checkpoint" in output
+    assert "Traceback" not in output
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):

@@ -181,7 +181,7 @@ def fingerprint(stream: Stream) -> bytes:
     digest = hashlib.sha256()
     for transmission in stream.transmissions:
         for block in transmission.blocks:
-            payload = block.payload.encode()
+            payload = block.text.encode()
             # lengths keep the boundary between two payloads from moving
             digest.update(b"%d %d\n" % (block.type, len(payload)))
             digest.update(payload)

@@ -8,41 +8,16 @@ Protocol sections: "Security", "Reference Serialization", "BOS and EOS".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from smi.protocol.stream import Block, ProtocolError, Stream, Transmission
-from smi.protocol.tokens import BlockType, Side, StructuralIds
+from smi.protocol.incremental import StreamDecoder, TransmissionEnded
+from smi.protocol.stream import Block, ProtocolError, Span, Stream
+from smi.protocol.tokens import BlockType, PlainTokenizer, Side, TokenNamespace, check_namespaces
 
-
-class PlainTokenizer(Protocol):
-    """What the codec asks of a tokenizer: text in, text ids out, losslessly, and never a special id."""
-
-    @property
-    def structural(self) -> StructuralIds:
-        """The ids of the structural slots."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The tokenizer's own end-of-sequence id."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the vocabulary, structural rows included."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; never a structural or other special id."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The strict inverse of `encode` on text ids; ValueError where there is none."""
-        ...
+__all__ = ["Example", "PlainTokenizer", "decode", "encode", "encode_many", "encode_prompt"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,103 +40,193 @@ class Example:
         return int(self.loss_mask.sum())
 
 
-def encode(stream: Stream, tokenizer: PlainTokenizer, *, complete: bool = True) -> Example:
+def encode(
+    stream: Stream,
+    tokenizer: PlainTokenizer,
+    *,
+    complete: bool = True,
+    namespaces: Sequence[TokenNamespace] = (),
+) -> Example:
     """Compile a stream to ids, loss mask and block types.
 
     complete: append the tokenizer's EOS; it is supervised when the last transmission is the model's.
+    namespaces: of the spans that payloads hold.
     Supervised are all tokens of model-side transmissions: type ids, payloads, EOT and its newline.
+
+    Raises ProtocolError "span" (an unknown namespace, an id beyond its size), "text" (a text that the tokenizer
+    would not give back exactly) and "tokenizer" (one that breaks its promise); ValueError for namespaces that
+    overlap with something.
     """
-    structural = tokenizer.structural
-    newline = tokenizer.encode("\n")
-    ids: list[int] = []
-    runs: list[tuple[BlockType, bool, int]] = []
-    target = False
-    for transmission in stream.transmissions:
+    plan = _plan(stream, check_namespaces(namespaces, tokenizer))
+    try:
+        runs = [tokenizer.encode(text) for text in _texts(plan)]
+        return _assemble(plan, iter(runs), tokenizer.encode("\n"), tokenizer, complete)
+    except ProtocolError:
+        raise
+    except ValueError as error:
+        raise ProtocolError("text", "", str(error)) from None
+
+
+def encode_many(
+    streams: Sequence[Stream],
+    tokenizer: PlainTokenizer,
+    *,
+    complete: bool = True,
+    namespaces: Sequence[TokenNamespace] = (),
+) -> list[Example | ProtocolError]:
+    """Compile many streams with one call of the tokenizer; each as `encode` would, in the same order.
+
+    A stream that `encode` refuses has the ProtocolError in its place, and the others are as if it were not there.
+    Raises ValueError for namespaces that overlap with something.
+    """
+    named = check_namespaces(namespaces, tokenizer)
+    plans: list[list[_Run] | ProtocolError] = []
+    texts = ["\n"]
+    for stream in streams:
+        try:
+            plan = _plan(stream, named)
+        except ProtocolError as error:
+            plans.append(error)
+            continue
+        plans.append(plan)
+        texts.extend(_texts(plan))
+    try:
+        newline, *encoded = tokenizer.encode_batch(texts)
+    except ValueError:
+        # one text spoils the whole call; only going one by one tells which
+        return [_attempt(stream, tokenizer, complete, namespaces) for stream in streams]
+    runs = iter(encoded)
+    results: list[Example | ProtocolError] = []
+    for plan in plans:
+        if isinstance(plan, ProtocolError):
+            results.append(plan)
+            continue
+        try:
+            results.append(_assemble(plan, runs, newline, tokenizer, complete))
+        except ProtocolError as error:
+            results.append(error)
+    return results
+
+
+def _attempt(
+    stream: Stream, tokenizer: PlainTokenizer, complete: bool, namespaces: Sequence[TokenNamespace]
+) -> Example | ProtocolError:
+    try:
+        return encode(stream, tokenizer, complete=complete, namespaces=namespaces)
+    except ProtocolError as error:
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What follows one structural token: texts, each to be encoded as one string, and absolute ids.
+
+    EOT has no parts: its newline is the same everywhere.
+    """
+
+    type: BlockType
+    target: bool
+    parts: tuple[str | tuple[int, ...], ...] = ()
+
+
+def _plan(stream: Stream, namespaces: Mapping[str, TokenNamespace]) -> list[_Run]:
+    """The stream as runs; ProtocolError "span" with the place of the block."""
+    plan: list[_Run] = []
+    for index, transmission in enumerate(stream.transmissions):
         target = transmission.side is Side.MODEL
-        for block in transmission.blocks:
-            tokens = tokenizer.encode(f"\n{block.payload}\n")
-            ids.append(structural.id(block.type))
-            ids.extend(tokens)
-            runs.append((block.type, target, len(tokens) + 1))
-        ids.append(structural.eot)
-        ids.extend(newline)
-        runs.append((BlockType.EOT, target, len(newline) + 1))
-    inserted = len(runs)
+        for number, block in enumerate(transmission.blocks):
+            place = f"transmissions[{index}].blocks[{number}]"
+            plan.append(_Run(block.type, target, tuple(_framed(block, namespaces, place))))
+        plan.append(_Run(BlockType.EOT, target))
+    return plan
+
+
+def _framed(block: Block, namespaces: Mapping[str, TokenNamespace], where: str) -> Iterator[str | tuple[int, ...]]:
+    """The payload between its newlines, which belong to the text beside them."""
+    text = "\n"
+    for part in block.parts:
+        if isinstance(part, str):
+            text += part
+            continue
+        if text:
+            yield text
+        text = ""
+        yield _absolute(part, namespaces, where)
+    yield text + "\n"
+
+
+def _absolute(span: Span, namespaces: Mapping[str, TokenNamespace], where: str) -> tuple[int, ...]:
+    namespace = namespaces.get(span.namespace)
+    if namespace is None:
+        known = ", ".join(namespaces) or "none"
+        raise ProtocolError("span", where, f"no token namespace is named {span.namespace!r}; registered: {known}")
+    if max(span.ids) >= namespace.size:
+        raise ProtocolError(
+            "span",
+            where,
+            f"the id {max(span.ids)} is outside {span.namespace!r}, whose ids are 0 to {namespace.size - 1}",
+        )
+    return tuple(namespace.first_id + id for id in span.ids)
+
+
+def _texts(plan: list[_Run]) -> Iterator[str]:
+    """The texts that `_assemble` wants the ids of, in its order."""
+    return (part for run in plan for part in run.parts if isinstance(part, str))
+
+
+def _assemble(
+    plan: list[_Run], texts: Iterator[list[int]], newline: list[int], tokenizer: PlainTokenizer, complete: bool
+) -> Example:
+    """Put a plan and the ids of its texts together. Takes all its texts, also where it raises."""
+    structural = tokenizer.structural
+    ids: list[int] = []
+    starts: list[int] = []
+    for run in plan:
+        starts.append(len(ids))
+        ids.append(structural.id(run.type))
+        for part in run.parts:
+            ids.extend(next(texts) if isinstance(part, str) else part)
+        if run.type is BlockType.EOT:
+            ids.extend(newline)
+    kinds, targets = [run.type for run in plan], [run.target for run in plan]
     if complete:
+        starts.append(len(ids))
         ids.append(tokenizer.eos_id)
-        runs.append((BlockType.EOS, target, 1))
+        kinds.append(BlockType.EOS)
+        targets.append(bool(plan) and plan[-1].target)
     input_ids = np.array(ids, dtype=np.int32)
     # the promise of the tokenizer is checked once more here, where it matters most
-    if np.isin(input_ids, structural.ids).sum() != inserted or (input_ids == tokenizer.eos_id).sum() != complete:
+    if np.isin(input_ids, [*structural.ids, tokenizer.eos_id]).sum() != len(starts):
         raise ProtocolError("tokenizer", "", "the tokenizer produced a structural or end-of-sequence id from text")
-    lengths = [length for _, _, length in runs]
+    lengths = np.diff([*starts, len(ids)])
     return Example(
         input_ids=input_ids,
-        loss_mask=np.repeat(np.array([target for _, target, _ in runs], dtype=np.bool_), lengths),
-        block_types=np.repeat(np.array([kind for kind, _, _ in runs], dtype=np.uint8), lengths),
+        loss_mask=np.repeat(np.array(targets, dtype=np.bool_), lengths),
+        block_types=np.repeat(np.array(kinds, dtype=np.uint8), lengths),
     )
 
 
-def encode_prompt(stream: Stream, tokenizer: PlainTokenizer) -> np.ndarray:
+def encode_prompt(
+    stream: Stream, tokenizer: PlainTokenizer, *, namespaces: Sequence[TokenNamespace] = ()
+) -> np.ndarray:
     """Ids (int32 [T]) of a stream that hands over to the model, ready for generation.
 
-    Raises ProtocolError "prompt" unless the last transmission is the runtime's.
+    Raises ProtocolError "prompt" unless the last transmission is the runtime's, and what `encode` raises.
     """
     if not stream.transmissions or stream.transmissions[-1].side is not Side.RUNTIME:
         raise ProtocolError("prompt", "", "a prompt ends with a transmission of the runtime, such as a USR block")
-    return encode(stream, tokenizer, complete=False).input_ids
+    return encode(stream, tokenizer, complete=False, namespaces=namespaces).input_ids
 
 
-def decode(ids: Iterable[int], tokenizer: PlainTokenizer) -> Stream:
+def decode(ids: Iterable[int], tokenizer: PlainTokenizer, *, namespaces: Sequence[TokenNamespace] = ()) -> Stream:
     """The stream that compiles to these ids, byte for byte; one EOS at the very end is accepted.
 
-    ids: whole numbers, such as a list or an integer array.
-    Raises ProtocolError: "unfinished" (no EOT at the end), "outside_block" (text before the first block or
-    after an EOT), "framing" (a payload without its newlines), "text" (ids that are no text), "eos" (tokens
-    after EOS), and the reasons of the grammar.
+    ids: whole numbers, such as a list or an integer array. namespaces: of the spans that payloads hold.
+    Raises ProtocolError "unfinished" where the last transmission has no EOT or no newline behind it, and what
+    `StreamDecoder.feed` raises; ValueError for namespaces that overlap with something.
     """
-    transmissions: list[Transmission] = []
-    blocks: list[Block] = []
-    for kind, tokens, position in _runs(ids, tokenizer):
-        where = f"ids[{position}]"
-        try:
-            text = tokenizer.decode(tokens)
-        except ValueError as error:
-            raise ProtocolError("text", where, f"the ids after {kind.token} are no text: {error}") from None
-        if kind is BlockType.EOT:
-            if text != "\n":
-                raise ProtocolError("outside_block", where, f"expected one newline after <|eot|>, got {text[:40]!r}")
-            transmissions.append(Transmission(tuple(blocks)))
-            blocks = []
-        elif len(text) < 2 or text[0] != "\n" or text[-1] != "\n":
-            raise ProtocolError(
-                "framing", where, f"a payload starts and ends with a newline of its own, got {text[:40]!r}"
-            )
-        else:
-            blocks.append(Block(kind, text[1:-1]))
-    if blocks:
-        raise ProtocolError("unfinished", "", f"the ids end inside a transmission, after {blocks[-1].type.token}")
-    return Stream(tuple(transmissions))
-
-
-def _runs(ids: Iterable[int], tokenizer: PlainTokenizer) -> Iterator[tuple[BlockType, list[int], int]]:
-    """Cut ids at structural ids: (type, the ids after it, position of the type id)."""
-    kind: BlockType | None = None
-    start = 0
-    tokens: list[int] = []
-    ended = False
-    for position, token in enumerate(map(int, ids)):
-        if ended:
-            raise ProtocolError("eos", f"ids[{position}]", "tokens after the end of the sequence")
-        opened = tokenizer.structural.type_of(token)
-        ended = token == tokenizer.eos_id
-        if not ended and opened is None:
-            if kind is None:
-                raise ProtocolError("outside_block", f"ids[{position}]", "text before the first block")
-            tokens.append(token)
-            continue
-        if kind is not None:
-            yield kind, tokens, start
-        kind, tokens, start = opened, [], position
-    if kind is not None:
-        yield kind, tokens, start
+    decoder = StreamDecoder(tokenizer, namespaces)
+    events = (event for id in ids for event in decoder.feed(id))
+    transmissions = tuple(event.transmission for event in events if isinstance(event, TransmissionEnded))
+    decoder.finish()
+    return Stream(transmissions)

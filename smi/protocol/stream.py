@@ -7,7 +7,9 @@ Protocol sections: "Core Stream Model", "Runtime and Model Transmissions".
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from smi.protocol.tokens import BlockType, Side
 
@@ -49,19 +51,86 @@ def check_text(text: object, where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A run of ids of one modality: image codes, audio codes, action bins.
+
+    namespace: the name of the `TokenNamespace` they belong to.
+    ids: relative to it, 0 to size - 1; the codec adds its first id and checks the range.
+
+    Raises ProtocolError "span" for a name or ids that cannot be right in any namespace, or no ids at all.
+    """
+
+    namespace: str
+    ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.namespace, str) or not self.namespace:
+            raise ProtocolError("span", "", f"a span names its namespace, got {self.namespace!r}")
+        if not isinstance(self.ids, tuple) or any(type(id) is not int or id < 0 for id in self.ids):
+            raise ProtocolError("span", self.namespace, "ids must be a tuple of whole numbers from 0 up")
+        if not self.ids:
+            raise ProtocolError("span", self.namespace, "a span without ids says nothing; leave it out")
+
+
+Payload: TypeAlias = str | tuple[str | Span, ...]
+"""What a block holds: text, or text parts and spans in causal order."""
+
+
+def _joined(parts: Iterable[object], where: str) -> Payload:
+    """Parts in the one form they have: neighbours of a kind joined, empty text gone, a str if all is text."""
+    runs: list[tuple[str | None, list]] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, Span):
+            name, items = part.namespace, part.ids
+        else:
+            name, items = None, [check_text(part, f"{where}[{index}]")]
+        if items == [""]:
+            continue
+        if not runs or runs[-1][0] != name:
+            runs.append((name, []))
+        runs[-1][1].extend(items)
+    made = tuple("".join(items) if name is None else Span(name, tuple(items)) for name, items in runs)
+    if all(isinstance(part, str) for part in made):
+        return "".join(part for part in made if isinstance(part, str))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
-    """One typed block. `payload` is the text between the newlines that the serialisation adds.
+    """One typed block. `payload` is what stands between the newlines that the serialisation adds.
+
+    payload: text, or a tuple of text parts and spans. Such a tuple is brought to one form: neighbouring texts are
+    joined, and so are neighbouring spans of one namespace, since nothing on the wire tells them apart; empty
+    texts go; and where no span is left, the payload is a str.
 
     Raises ProtocolError "block_type" for EOT / EOS and "text" for a payload that is not valid Unicode.
+    Protocol sections: "Core Stream Model", "Modalities".
     """
 
     type: BlockType
-    payload: str
+    payload: Payload
 
     def __post_init__(self) -> None:
         if not isinstance(self.type, BlockType) or self.type >= BlockType.EOT:
             raise ProtocolError("block_type", "", f"{self.type!r} cannot open a block")
-        check_text(self.payload, self.type.token)
+        if isinstance(self.payload, tuple):
+            object.__setattr__(self, "payload", _joined(self.payload, self.type.token))
+        else:
+            check_text(self.payload, self.type.token)
+
+    @property
+    def text(self) -> str:
+        """The payload of a block that holds text alone; ProtocolError "text" where it holds spans."""
+        if isinstance(self.payload, str):
+            return self.payload
+        raise ProtocolError("text", self.type.token, "the payload holds token spans, where only text is expected")
+
+    @property
+    def parts(self) -> tuple[str | Span, ...]:
+        """The payload as parts, whatever it is; none for an empty one."""
+        if isinstance(self.payload, str):
+            return (self.payload,) if self.payload else ()
+        return self.payload
 
 
 # the header of a runtime transmission comes in this order; USR and OBS follow as they came
@@ -80,6 +149,14 @@ def in_order(before: BlockType, after: BlockType) -> bool:
     return before.side is Side.MODEL or _RANK[before] <= _RANK[after]
 
 
+def check_follows(before: BlockType, after: BlockType, where: str) -> None:
+    """Refuse `after` behind `before` within one transmission: ProtocolError "mixed_sides" or "order"."""
+    if before.side is not after.side:
+        raise ProtocolError("mixed_sides", where, f"{after.token} cannot follow {before.token} without an EOT")
+    if not in_order(before, after):
+        raise ProtocolError("order", where, f"{after.token} must stand before {before.token} in a transmission")
+
+
 @dataclass(frozen=True, slots=True)
 class Transmission:
     """One or more blocks of one side; the EOT that ends it is implied.
@@ -94,19 +171,7 @@ class Transmission:
         if not self.blocks:
             raise ProtocolError("empty_transmission", "", "a transmission holds at least one block")
         for index, (before, after) in enumerate(zip(self.blocks, self.blocks[1:], strict=False), start=1):
-            where = f"blocks[{index}]"
-            if before.type.side is not after.type.side:
-                raise ProtocolError(
-                    "mixed_sides",
-                    where,
-                    f"{after.type.token} cannot follow {before.type.token} without an EOT",
-                )
-            if not in_order(before.type, after.type):
-                raise ProtocolError(
-                    "order",
-                    where,
-                    f"{after.type.token} must stand before {before.type.token} in a transmission",
-                )
+            check_follows(before.type, after.type, f"blocks[{index}]")
 
     @property
     def side(self) -> Side:

@@ -1,19 +1,24 @@
-"""The ten structural tokens, the block of 32 slots they live in, and how a tokenizer gets them.
+"""The ten structural tokens, the block of 32 slots they live in, what a tokenizer must keep, and token namespaces.
 
-Protocol sections: "Core Tokens", "Token Semantics", "Recommended Token Allocation".
+Protocol sections: "Core Tokens", "Token Semantics", "Modalities", "BOS and EOS", "Recommended Token Allocation".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 
 SLOTS = 32
+SEQUENCE_TOKENS = ("<|bos|>", "<|eos|>")
+"""What slots 10 and 11 are called where an implementation allots them to the ends of a sequence."""
+
+Init: TypeAlias = Literal["mean", "normal", "zeros"]
+"""How a new embedding row starts: near the mean of the old rows, with their spread around zero, or at zero."""
 
 
 class Side(StrEnum):
@@ -57,28 +62,36 @@ STRUCTURAL_TOKENS: tuple[str, ...] = tuple(block.token for block in BlockType if
 """The ten spellings in slot order, `<|ctrl|>` to `<|eot|>`."""
 
 
-def slot_tokens(slots: int) -> tuple[str, ...]:
+def slot_tokens(slots: int, sequence_tokens: bool = False) -> tuple[str, ...]:
     """The spellings of the first `slots` slots: the ten, and with 32 the reserved ones after them.
 
-    Raises ValueError unless `slots` is 10 or 32.
+    sequence_tokens: slots 10 and 11 are `<|bos|>` and `<|eos|>`.
+    Raises ValueError unless `slots` is 10 or 32, and 32 where there are sequence tokens.
     """
     if slots not in (len(STRUCTURAL_TOKENS), SLOTS):
         raise ValueError(f"slots is {slots!r}; it must be 10 (the structural tokens) or 32 (with the reserved rows)")
-    reserved = (f"<|smi_reserved_{slot}|>" for slot in range(len(STRUCTURAL_TOKENS), slots))
-    return STRUCTURAL_TOKENS + tuple(reserved)
+    if sequence_tokens and slots != SLOTS:
+        raise ValueError("<|bos|> and <|eos|> are allotted from the reserved slots; they need slots=32")
+    named = STRUCTURAL_TOKENS + (SEQUENCE_TOKENS if sequence_tokens else ())
+    return named + tuple(f"<|smi_reserved_{slot}|>" for slot in range(len(named), slots))
 
 
 @dataclass(frozen=True)
 class StructuralIds:
     """The token id of every slot, 10 or 32 of them, in slot order.
 
+    sequence_tokens: slots 10 and 11 are `<|bos|>` and `<|eos|>`. Neither is structural: `<|eos|>` is then the
+    end-of-sequence token of the tokenizer, and `<|bos|>` a row like the reserved ones, which nothing here writes,
+    since a fresh state is what begins a sequence.
+
     Raises ValueError when the count is wrong or an id is negative or used twice.
     """
 
     ids: tuple[int, ...]
+    sequence_tokens: bool = False
 
     def __post_init__(self) -> None:
-        slot_tokens(len(self.ids))
+        slot_tokens(len(self.ids), self.sequence_tokens)
         if any(type(i) is not int or i < 0 for i in self.ids):
             raise ValueError(f"structural ids must be whole numbers from 0 up, got {self.ids}")
         if len(set(self.ids)) != len(self.ids):
@@ -115,53 +128,170 @@ class StructuralIds:
 
     def to_dict(self) -> dict[str, int]:
         """`{"<|ctrl|>": id, ...}` in slot order, as written to `smi_token_ids.json`."""
-        return dict(zip(slot_tokens(self.slots), self.ids, strict=True))
+        return dict(zip(slot_tokens(self.slots, self.sequence_tokens), self.ids, strict=True))
 
     @classmethod
     def from_dict(cls, ids: Mapping[str, int]) -> StructuralIds:
         """The inverse of `to_dict`; ValueError names spellings that are missing or unknown."""
-        names = slot_tokens(SLOTS if len(ids) > len(STRUCTURAL_TOKENS) else len(STRUCTURAL_TOKENS))
+        slots = SLOTS if len(ids) > len(STRUCTURAL_TOKENS) else len(STRUCTURAL_TOKENS)
+        sequence_tokens = slots == SLOTS and all(name in ids for name in SEQUENCE_TOKENS)
+        names = slot_tokens(slots, sequence_tokens)
         missing = [name for name in names if name not in ids]
         unknown = [name for name in ids if name not in names]
         if missing or unknown:
             raise ValueError(f"structural ids: missing {missing or 'none'}, unknown {unknown or 'none'}")
-        return cls(tuple(ids[name] for name in names))
+        return cls(tuple(ids[name] for name in names), sequence_tokens)
 
 
-def install_structural_tokens(tokenizer: Any, model: Any = None, slots: int = 10, *, seed: int = 0) -> StructuralIds:
+class PlainTokenizer(Protocol):
+    """What the codec asks of a tokenizer: text in, text ids out, losslessly, and never a special id."""
+
+    @property
+    def structural(self) -> StructuralIds:
+        """The ids of the structural slots."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The tokenizer's own end-of-sequence id."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the vocabulary, structural rows included."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; never a structural or other special id. ValueError where text could not be kept."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, the same as one by one."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The strict inverse of `encode` on text ids; ValueError where there is none."""
+        ...
+
+    def token_bytes(self, id: int) -> bytes | None:
+        """The bytes of UTF-8 an id stands for within a text; None where it stands for no text."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenNamespace:
+    """A named range of ids for one modality, beside the vocabulary of text: `first_id` to `first_id + size - 1`.
+
+    Spans hold ids relative to it. Raises ValueError for an empty name, a negative first id or a size below 1.
+    Protocol section: "Modalities".
+    """
+
+    name: str
+    first_id: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a token namespace needs a name, got {self.name!r}")
+        if type(self.first_id) is not int or self.first_id < 0 or type(self.size) is not int or self.size < 1:
+            raise ValueError(
+                f"namespace {self.name!r}: first_id must be a whole number from 0 up and size one from 1 up, "
+                f"got {self.first_id!r} and {self.size!r}"
+            )
+
+    @property
+    def ids(self) -> range:
+        """The absolute ids."""
+        return range(self.first_id, self.first_id + self.size)
+
+
+def check_namespaces(namespaces: Sequence[TokenNamespace], tokenizer: PlainTokenizer) -> dict[str, TokenNamespace]:
+    """The namespaces by name, where every id means one thing only.
+
+    Raises ValueError where two share a name or an id, or where one holds an id that is structural, the
+    tokenizer's EOS, or text; the message names both sides.
+    """
+    named: dict[str, TokenNamespace] = {}
+    last: TokenNamespace | None = None
+    spellings = {id: name for name, id in tokenizer.structural.to_dict().items()}
+    for one in sorted(namespaces, key=lambda one: one.first_id):
+        if one.name in named:
+            raise ValueError(f"two token namespaces are named {one.name!r}")
+        if last is not None and one.first_id in last.ids:
+            raise ValueError(f"the token namespaces {last.name!r} and {one.name!r} share the id {one.first_id}")
+        if tokenizer.eos_id in one.ids:
+            raise ValueError(f"the token namespace {one.name!r} holds the end-of-sequence id {tokenizer.eos_id}")
+        for id in tokenizer.structural.ids:
+            if id in one.ids:
+                raise ValueError(f"the token namespace {one.name!r} holds {id}, the id of {spellings[id]}")
+        for id in range(one.first_id, min(one.ids.stop, tokenizer.vocab_size)):
+            if (piece := tokenizer.token_bytes(id)) is not None:
+                raise ValueError(f"the token namespace {one.name!r} holds {id}, which stands for the text {piece!r}")
+        named[one.name] = last = one
+    return named
+
+
+def install_structural_tokens(
+    tokenizer: Any,
+    model: Any = None,
+    slots: int = 10,
+    *,
+    sequence_tokens: bool = False,
+    init: Init = "mean",
+    seed: int = 0,
+) -> StructuralIds:
     """Append the structural tokens to a transformers fast tokenizer, and rows for them to a model.
 
     tokenizer: a `PreTrainedTokenizerFast`; changed in place. Tokens it already has keep their ids, so a
     second call changes nothing.
     model: anything with transformers' embedding accessors. Its input embedding and untied head grow if they
-    are too short; each new row is the mean of the old ones plus noise of a tenth of their deviation.
-    slots: 10, or 32 for the reserved rows as well. seed: of the noise.
+    are too short, and the new rows start as `grow_embeddings` says.
+    slots: 10, or 32 for the reserved rows as well, which no payload, sampler or loss of this package ever uses.
+    sequence_tokens: call slots 10 and 11 `<|bos|>` and `<|eos|>` and make them the tokenizer's own, for one that
+    has no end of sequence. Ids of a tokenizer that already reserves these slots stay as they are, so it is refused.
+    init, seed: of the new rows.
 
     Raises ValueError when `slots` is neither, or when the tokenizer does not keep a token in one piece.
     """
     from transformers import AddedToken
 
-    names = slot_tokens(slots)
+    names = slot_tokens(slots, sequence_tokens)
     known = len(tokenizer)
-    fresh = [name for name in names if name not in tokenizer.get_vocab()]
+    vocabulary = tokenizer.get_vocab()
+    check_slots(names, vocabulary)
+    fresh = [name for name in names if name not in vocabulary]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
-    ids = StructuralIds(tuple(tokenizer.convert_tokens_to_ids(list(names))))
+    if sequence_tokens:
+        tokenizer.bos_token, tokenizer.eos_token = SEQUENCE_TOKENS
+    ids = StructuralIds(tuple(tokenizer.convert_tokens_to_ids(list(names))), sequence_tokens)
     for name, token_id in zip(names, ids.ids, strict=True):
         if tokenizer.encode(name, add_special_tokens=False) != [token_id]:
             raise ValueError(f"the tokenizer does not keep {name} in one piece; it cannot carry the protocol")
     if model is not None:
         new = [token_id for name, token_id in zip(names, ids.ids, strict=True) if name in fresh]
-        grow_embeddings(model, max(ids.ids) + 1, new, known, seed)
+        grow_embeddings(model, max(ids.ids) + 1, new, known, seed, init)
     return ids
 
 
-def grow_embeddings(model: Any, rows: int, new: Sequence[int], known: int, seed: int = 0) -> None:
-    """Give a model at least `rows` embedding rows; start those in `new`, and any added, near the old mean.
+def check_slots(names: Sequence[str], present: Collection[str]) -> None:
+    """Refuse, with ValueError, slot names that would rename a slot which a tokenizer already reserves."""
+    if SEQUENCE_TOKENS[0] in names and f"<|smi_reserved_{len(STRUCTURAL_TOKENS)}|>" in present:
+        raise ValueError("slots 10 and 11 are reserved in this tokenizer already, and rows are never renamed")
+
+
+def grow_embeddings(model: Any, rows: int, new: Sequence[int], known: int, seed: int = 0, init: Init = "mean") -> None:
+    """Give a model at least `rows` embedding rows; start those in `new`, and any added, as `init` says.
 
     model: as for `install_structural_tokens`; input embedding and untied head are treated alike.
-    known: how many of the first rows were trained; they make the mean. Each new row is that mean plus noise,
-    drawn from `seed`, of a tenth of their deviation. All other rows stay as they are.
+    known: how many of the first rows were trained; they give the mean and the deviation of each column.
+    init: "mean" is that mean plus noise of a tenth of the deviation; "normal" noise of the whole deviation around
+    zero; "zeros" nothing at all, so that a new row of a head scores every state the same at first.
+    seed: of the noise. All other rows stay as they are.
+
+    Raises ValueError for an unknown `init`.
     """
+    if init not in get_args(Init):
+        raise ValueError(f"init is {init!r}; it must be one of {', '.join(get_args(Init))}")
     before = model.get_input_embeddings().weight.shape[0]
     if before < rows:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -175,5 +305,6 @@ def grow_embeddings(model: Any, rows: int, new: Sequence[int], known: int, seed:
     for index, weight in enumerate(tables):
         old = weight.data[: min(known, before)].float()
         noise = np.random.default_rng((seed, index)).standard_normal((len(start), old.shape[1]))
-        near = old.mean(0) + 0.1 * old.std(0) * old.new_tensor(noise)
-        weight.data[start] = near.to(weight.dtype)
+        spread = old.std(0) * old.new_tensor(noise)
+        made = {"mean": old.mean(0) + 0.1 * spread, "normal": spread, "zeros": 0 * spread}[init]
+        weight.data[start] = made.to(weight.dtype)

@@ -1,8 +1,10 @@
 """What a person sees of a run, and what is measured of its speed."""
 
 import time
+from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,8 +28,9 @@ class ProgressReport(L.Callback):
     ``speed/supervised_per_s``, over the time since they were last logged, validation excluded.
     """
 
-    def __init__(self, console: Console, log_every: int):
+    def __init__(self, console: Console, log_every: int, run_dir: Path):
         self.console = console
+        self.run_dir = run_dir
         self.log_every = log_every
         self._bar: Progress | None = None
         self._restart_clock()
@@ -111,3 +114,10 @@ class ProgressReport(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop()
+        if trainer.is_global_zero and isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            self.console.print(
+                f"stopped in step {trainer.global_step + 1}; the same command with paths.run_dir={self.run_dir} "
+                "resume=auto goes on from the last checkpoint",
+                highlight=False,
+                soft_wrap=True,
+            )

@@ -1,0 +1,141 @@
+"""The one JSON writer and the strict reader; every JSON text of the package comes from and goes through here.
+
+Protocol section: "Structured Data".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from smi.protocol.stream import ProtocolError, check_text
+
+MAX_NESTING = 64
+
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_LEAVES = frozenset({str, bool, type(None)})
+# every whole number up to here is a finite double
+_SAFE_INTEGER = 2**1023
+
+
+def dumps(value: Any) -> str:
+    """Write a JSON value the one way this package writes JSON: compact, UTF-8 kept, keys as given.
+
+    value: None, bool, int, float, str, list and dict with str keys, nested at most 64 deep.
+    Raises ProtocolError "json", "number", "text" or "nesting", with the path to the fault.
+    """
+    try:
+        text = _ENCODE(value)
+        # a surrogate that is not ASCII in the text was none in the value either
+        if _is_plain(value) and (text.isascii() or text.encode("utf-8")):
+            return text
+    except (TypeError, ValueError, RecursionError):
+        pass
+    # the encoder lets some things pass, and names no place where it does not
+    check_json(value, "")
+    return _ENCODE(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether there are only plain JSON values, level by level; False also where a closer look is needed."""
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING + 1):
+        inner: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind in _LEAVES:
+                continue
+            if kind is dict:
+                for key in item:
+                    if type(key) is not str:
+                        return False
+                inner += item.values()
+            elif kind is list:
+                inner += item
+            elif kind is int:
+                if not -_SAFE_INTEGER <= item <= _SAFE_INTEGER:
+                    return False
+            elif kind is not float:
+                return False
+        if not inner:
+            return True
+        level = inner
+    return False
+
+
+def check_json(value: object, where: str, depth: int = 0) -> None:
+    """Refuse everything that is not a plain, finite, bounded JSON value; `where` grows with the path.
+
+    Raises ProtocolError as `dumps` does.
+    """
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, str):
+        check_text(value, where)
+    elif isinstance(value, int):
+        try:
+            float(value)
+        except OverflowError:
+            raise ProtocolError("number", where, "integer too large for a JSON number (about 1.8e308)") from None
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ProtocolError("number", where, f"{value} is not a JSON number; only finite numbers are allowed")
+    elif isinstance(value, dict | list):
+        if depth >= MAX_NESTING:
+            raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels")
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                check_json(item, f"{where}[{index}]", depth + 1)
+            return
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ProtocolError("json", where, f"object key {key!r} is not text")
+            check_text(key, where)
+            check_json(item, f"{where}.{key}" if where else key, depth + 1)
+    else:
+        raise ProtocolError("json", where, f"{type(value).__name__} is not a plain JSON value")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ProtocolError("duplicate_key", "", f"the key {key!r} stands twice in one JSON object")
+            seen.add(key)
+    return result
+
+
+def _constant(name: str) -> Any:
+    raise ProtocolError("number", "", f"{name} is not JSON; only finite numbers are allowed")
+
+
+def _integer(digits: str) -> int:
+    # bounded before int(): parsing time grows faster than the number of digits
+    if len(digits) > 310:
+        raise ProtocolError("number", "", f"integer of {len(digits)} characters; too large for a JSON number")
+    return int(digits)
+
+
+_DECODE = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer).decode
+
+
+def loads(text: str) -> Any:
+    """Read JSON strictly: what Python's reader lets through or trips over is decided here.
+
+    Raises ProtocolError "json" (syntax), "duplicate_key", "number" (NaN, infinities, integers past the range
+    of a double), "text" (lone surrogates) or "nesting" (more than 64 levels).
+    """
+    check_text(text, "")
+    try:
+        if text.startswith("\ufeff"):
+            raise ProtocolError("json", "", "not valid JSON: it starts with a byte order mark")
+        value = _DECODE(text)
+    except json.JSONDecodeError as error:
+        raise ProtocolError("json", "", f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels") from None
+    dumps(value)
+    return value
