@@ -6,6 +6,7 @@ in, and a number that arrives as text is refused rather than converted.
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -98,9 +99,7 @@ class HardwareConfig:
     """What to run on, in Lightning's terms. `threads` are torch's on the CPU; null leaves them alone."""
 
     accelerator: str = MISSING
-    devices: int = 1
     precision: str = MISSING
-    strategy: str = "auto"
     threads: int | None = None
 
 
@@ -170,6 +169,37 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.kind": ("synthetic", "files", "mixture"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
     "trainer.export": ("hf", "native"),
+    "hardware.accelerator": ("cpu", "gpu"),
+    "hardware.precision": ("32-true", "bf16-mixed"),
+}
+
+# least values; optim.lr and eps must be above theirs
+LEAST: dict[str, float] = {
+    "seed": 0,
+    "model.hidden_size": 1,
+    "model.num_hidden_layers": 1,
+    "model.head_dim": 1,
+    "model.decay_low_rank_dim": 1,
+    "model.a_low_rank_dim": 1,
+    "model.v_low_rank_dim": 1,
+    "model.gate_low_rank_dim": 1,
+    "model.embedding_init": 0,
+    "data.max_questions": 1,
+    "data.held_out_tasks": 0,
+    "data.val_batches": 1,
+    "hardware.threads": 1,
+    "optim.lr": 0,
+    "optim.final_lr_ratio": 0,
+    "optim.warmup_steps": 0,
+    "optim.weight_decay": 0,
+    "optim.eps": 0,
+    "optim.clip": 0,
+    "trainer.max_steps": 1,
+    "trainer.accumulate": 1,
+    "trainer.val_every": 1,
+    "trainer.log_every": 1,
+    "trainer.checkpoint_every": 1,
+    "trainer.keep_checkpoints": 1,
 }
 
 
@@ -191,6 +221,10 @@ def judge(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"this config does not fit: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
+    if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise ConfigError(f"optim.betas should be two numbers from 0 up to 1, not {config.optim.betas}")
+    if not config.trainer.export:
+        raise ConfigError("trainer.export is empty: name hf, native or both")
     return config
 
 
@@ -204,11 +238,15 @@ def check_override(override: str) -> None:
     """
     key, equals, _ = override.partition("=")
     key = key.lstrip("+~")
-    if not equals or override.startswith("-") or "." not in key or "/" in key or "@" in key:
+    if not equals or override.startswith("-") or "/" in key or "@" in key:
         return
     top, *rest = key.split(".")
     wanted: Any = Config
     if top == "hydra":
+        return
+    if top == "recipe":
+        if not override.startswith("+"):
+            raise ConfigError(f"a recipe is added, not changed: write +{override}")
         return
     for i, part in enumerate([top, *rest]):
         if typing.get_origin(wanted) is dict:
@@ -266,13 +304,27 @@ def _check(value: Any, wanted: Any, where: str, problems: list[str]) -> None:
     elif wanted is int:
         if isinstance(value, bool) or not isinstance(value, int):
             problems.append(f"{where} should be a whole number, not {value!r}")
+        else:
+            _check_range(value, where, problems)
     elif wanted is float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             problems.append(f"{where} should be a number, not {value!r}")
+        else:
+            _check_range(value, where, problems)
     elif wanted is str:
         if not isinstance(value, str):
             problems.append(f"{where} should be text, not {value!r}: put it in quotes")
         _check_choice([value], where, problems)
+
+
+def _check_range(value: float, where: str, problems: list[str]) -> None:
+    least = LEAST.get(where)
+    if not math.isfinite(value):
+        problems.append(f"{where} should be a finite number, not {value}")
+    elif where in ("optim.lr", "optim.eps") and value <= 0:
+        problems.append(f"{where} should be above 0, not {value}")
+    elif least is not None and value < least:
+        problems.append(f"{where} should be at least {least:g}, not {value}")
 
 
 def _check_choice(values: list[Any], where: str, problems: list[str]) -> None:

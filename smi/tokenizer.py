@@ -22,12 +22,13 @@ from typing import Any, Literal
 import tokenizers
 
 from smi import tokenizer_json
-from smi.protocol.tokens import SLOTS, StructuralIds, slot_tokens
+from smi.protocol.tokens import SEQUENCE_TOKENS, SLOTS, slot_tokens
 
 WORLD = "rwkv_world"
 # made by smi.data.compact for the quickstart
 COMPACT = "compact"
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE = "additional_special_tokens"
 _BLANK = "▁"
 
 
@@ -39,42 +40,53 @@ class Tokenizer:
     fingerprint: sha256 (hex) over vocabulary, text rules, eos and structural ids; equal means equal ids.
     """
 
-    def __init__(self, name: str, document: dict[str, Any], config: dict[str, Any], slots: int) -> None:
+    def __init__(
+        self, name: str, document: dict[str, Any], config: dict[str, Any], slots: int, sequence_tokens: bool = False
+    ) -> None:
         self.name = name
-        self._config = config
-        self._document = document = tokenizer_json.install(document, slots)
+        self._document, self.structural = tokenizer_json.install(document, slots, sequence_tokens)
+        document = self._document
         added = {token["content"]: token["id"] for token in document["added_tokens"]}
         ids = tokenizer_json.vocabulary(document) | added
-        self.structural = StructuralIds(tuple(added[token] for token in slot_tokens(SLOTS) if token in added))
         self.vocab_size = max(ids.values()) + 1
         if config["eos_token"] not in ids:
             raise ValueError(f"its end-of-sequence token {config['eos_token']!r} is not in its vocabulary")
         self.eos_id = ids[config["eos_token"]]
 
-        plain, self._prefix = tokenizer_json.plain_copy(document, self.eos_id)
+        # whatever the files call special is, also where it is spelled in the vocabulary alone; what is in neither
+        # would become a new row when transformers loads them
+        self._config = config = {key: text for key, text in config.items() if key not in _NAMED_TOKENS or text in ids}
+        more = config[_MORE] = [token for token in config.get(_MORE, ()) if token in ids]
+        special = {ids[token] for token in (*more, *(config[key] for key in _NAMED_TOKENS if key in config))}
+        special |= {token["id"] for token in document["added_tokens"] if token["special"]}
+        plain, self._prefix = tokenizer_json.plain_copy(document, special)
         self._pieces = tokenizer_json.piece_bytes(plain, self.vocab_size)
         kept = {token["id"] for token in plain["added_tokens"]}
-        for id in {self.eos_id, *added.values()} - kept:
+        lost: set[str] = set()
+        for id in special | (set(added.values()) - kept):
+            lost.add((self._pieces[id] or b"").decode("utf-8", "ignore"))
             self._pieces[id] = None
         self._byte_ids = tokenizer_json.byte_ids(plain, self._pieces)
         self._exact = tokenizer_json.is_world_form(plain)
         self._encode_plain = _trie_encoder(self._pieces) if self._exact else _library_encoder(plain)
         # spellings that some vocabularies take for something other than text, the longest first
-        awkward = {text for text, id in ids.items() if text and (self._pieces[id] is None or text[:3] == "<0x")}
-        spellings = sorted(awkward | {_BLANK}, key=lambda text: (-len(text), text))
+        awkward = {text for text, id in ids.items() if self._pieces[id] is None or text[:3] == "<0x"}
+        spellings = sorted((awkward | lost | {_BLANK}) - {""}, key=lambda text: (-len(text), text))
         self._awkward = re.compile(f"({'|'.join(map(re.escape, spellings))})")
 
         identity = {
             "plain": plain,
             "prefix": self._prefix,
             "eos": self.eos_id,
+            "special": sorted(special),
             "slots": self.structural.to_dict(),
         }
         self.fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._probe()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer, (self.name, self._document, self._config, self.structural.slots)
+        slots, sequence_tokens = self.structural.slots, self.structural.sequence_tokens
+        return Tokenizer, (self.name, self._document, self._config, slots, sequence_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; never a special or structural id. ValueError if the text cannot be kept exactly."""
@@ -115,10 +127,10 @@ class Tokenizer:
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         config = {
             "added_tokens_decoder": {str(token["id"]): {key: token[key] for key in flags} for token in tokens},
-            "additional_special_tokens": list(self.structural.to_dict()),
             "backend": "tokenizers",
             "clean_up_tokenization_spaces": False,
             **self._config,
+            _MORE: [*self._config[_MORE], *self.structural.to_dict()],
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         for file, value in (
@@ -127,7 +139,13 @@ class Tokenizer:
             ("smi_token_ids.json", self.structural.to_dict()),
         ):
             (target / file).write_text(json.dumps(value, ensure_ascii=False, indent=2), encoding="utf-8")
+        apart = (token["content"] for token in tokens if self._pieces[token["id"]] is None)
+        special = [*apart, *self._config[_MORE]]
         template = files("smi.protocol").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+        # a template sees the named tokens alone, and has to refuse every spelling that is no text to the compiler
+        slot, filled = "set special = []", f"set special = {json.dumps(special, ensure_ascii=False)}"
+        assert slot in template
+        template = template.replace(slot, filled)
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
 
     def _verified(self, ids: list[int], text: str) -> list[int]:
@@ -168,27 +186,33 @@ _PROBES = (
     "trailing ",
     "  two  and   three    blanks  ",
     "MiXeD UPPER lower",
+    "a" * 300,
     "\N{GRINNING FACE} 👩\N{ZERO WIDTH JOINER}🚀 🏳️\N{ZERO WIDTH JOINER}🌈",
     "漢字かな交じり文 한국어 ไทย العربية हिन्दी",
     "e\N{COMBINING ACUTE ACCENT} A\N{COMBINING RING ABOVE} é Å ﬁ ① \N{FULLWIDTH LATIN CAPITAL LETTER A}",
     "\N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{BYTE ORDER MARK}\0\x7f\N{REPLACEMENT CHARACTER}",
+    "\N{IDEOGRAPHIC SPACE}\N{LINE SEPARATOR}\x85\N{SOFT HYPHEN}\N{LEFT-TO-RIGHT OVERRIDE}",
     "don't , stop . it 's \N{LEFT DOUBLE QUOTATION MARK}x\N{RIGHT DOUBLE QUOTATION MARK}",
     "## ▁ ▁▁ Ġ Ċ <0x0A> <unk> </s>",
 )
 
 
-def load_tokenizer(source: str, slots: int = 10) -> Tokenizer:
+def load_tokenizer(source: str, slots: int = 10, *, sequence_tokens: bool = False) -> Tokenizer:
     """Load a tokenizer and install the structural tokens if they are absent.
 
     source: "rwkv_world", "compact" (the quickstart's), or a directory holding tokenizer.json, with the
     end-of-sequence token named in tokenizer_config.json, or by id in generation_config.json or config.json.
     slots: 10, or 32 to add the reserved rows as well; slots the files already have are kept.
+    sequence_tokens: with 32 slots, allot slots 10 and 11 to `<|bos|>` and `<|eos|>`, and end sequences with the
+    latter: for a tokenizer without an end of sequence of its own.
     Raises ValueError when there is no such tokenizer, when it names no end of sequence, or when it cannot
     keep text exactly and apart from special tokens (lower-casing, white-space folding, unknown characters).
     """
-    slot_tokens(slots)
+    slot_tokens(slots, sequence_tokens)
+    allotted = dict(zip(("bos_token", "eos_token"), SEQUENCE_TOKENS, strict=True)) if sequence_tokens else {}
     if source == WORLD:
-        return Tokenizer(WORLD, *tokenizer_json.world_files(), slots)
+        document, config = tokenizer_json.world_files()
+        return Tokenizer(WORLD, document, config | allotted, slots, sequence_tokens)
     directory = Path(__file__).parent / "tokenizers" / COMPACT if source == COMPACT else Path(source)
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -197,7 +221,13 @@ def load_tokenizer(source: str, slots: int = 10) -> Tokenizer:
         )
     try:
         document = _read_json(path)
-        tokenizer = Tokenizer(directory.resolve().name, document, _config(directory, document), slots)
+        config = _config(directory, document) | allotted
+        if "eos_token" not in config:
+            raise ValueError(
+                "it names no end-of-sequence token: set eos_token in tokenizer_config.json, or eos_token_id in "
+                "generation_config.json, or load it with slots=32 and sequence_tokens=True to allot one"
+            )
+        tokenizer = Tokenizer(directory.resolve().name, document, config, slots, sequence_tokens)
         ids = directory / "smi_token_ids.json"
         if ids.is_file() and _read_json(ids) != tokenizer.structural.to_dict():
             raise ValueError("smi_token_ids.json and tokenizer.json disagree about the structural ids")
@@ -217,7 +247,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
-    """The part of tokenizer_config.json that is kept: named tokens as text, padding side, length limit."""
+    """The part of tokenizer_config.json that is kept: special tokens as text, padding side, length limit."""
     present = {
         file: _read_json(directory / file)
         for file in ("tokenizer_config.json", "generation_config.json", "config.json")
@@ -226,10 +256,13 @@ def _config(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
     given = present.get("tokenizer_config.json", {})
     config = {key: given[key] for key in ("padding_side", "model_max_length") if key in given}
     for key in _NAMED_TOKENS:
-        token = given.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
+        token = _spelling(given.get(key))
+        if token is not None:
             config[key] = token
+    more = [given.get(key) or () for key in (_MORE, "extra_special_tokens")]
+    spelled = [_spelling(token) for group in more for token in (group.values() if isinstance(group, dict) else group)]
+    structural = slot_tokens(SLOTS) + SEQUENCE_TOKENS
+    config[_MORE] = [token for token in dict.fromkeys(spelled) if token is not None and token not in structural]
     if "eos_token" not in config:
         by_id = {token["id"]: token["content"] for token in document.get("added_tokens", [])}
         by_id |= {id: text for text, id in tokenizer_json.vocabulary(document).items() if id not in by_id}
@@ -239,12 +272,13 @@ def _config(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
             if first in by_id:
                 config["eos_token"] = by_id[first]
                 break
-        else:
-            raise ValueError(
-                "it names no end-of-sequence token: set eos_token in tokenizer_config.json, "
-                "or eos_token_id in generation_config.json"
-            )
     return config
+
+
+def _spelling(token: object) -> str | None:
+    """The text of a token that a configuration names, as text or as an object; None for anything else."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _trie_encoder(pieces: list[bytes | None]) -> Callable[[Sequence[str]], list[list[int]]]:

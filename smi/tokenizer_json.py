@@ -9,13 +9,13 @@ import ast
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.resources import files
 from typing import Any
 
 import tokenizers
 
-from smi.protocol.tokens import SLOTS, STRUCTURAL_TOKENS, slot_tokens
+from smi.protocol.tokens import StructuralIds, settled_slots, slot_tokens
 
 WORLD_ROWS = 65536
 _WORLD_EOS = "<|endoftext|>"
@@ -40,20 +40,23 @@ def vocabulary(document: dict[str, Any]) -> dict[str, int]:
     raise ValueError("tokenizer.json holds no model with a vocabulary")
 
 
-def install(document: dict[str, Any], slots: int) -> dict[str, Any]:
+def install(
+    document: dict[str, Any], slots: int, sequence_tokens: bool = False
+) -> tuple[dict[str, Any], StructuralIds]:
     """A copy of a tokenizer.json with the structural tokens appended where absent, in the library's own form.
 
-    Ids that the file gives stay. Raises ValueError when the library cannot read the file, when a structural
-    spelling is an ordinary piece, or when ids would move on loading.
+    Ids that the file gives stay, and so does its choice of slots if it has reserved ones. Raises ValueError when
+    the library cannot read the file, when a structural spelling is an ordinary piece, or when ids would move on
+    loading.
     """
     pieces = vocabulary(document)
     added = [dict(token) for token in document.get("added_tokens") or []]
     present = {token["content"]: token for token in added}
     rows = {*pieces.values(), *(token["id"] for token in added)}
-    if any(name in present for name in slot_tokens(SLOTS)[len(STRUCTURAL_TOKENS) :]):
-        slots = SLOTS
+    slots, sequence_tokens = settled_slots(present, slots, sequence_tokens)
+    names = slot_tokens(slots, sequence_tokens)
     free = max(rows, default=-1) + 1
-    for name in slot_tokens(slots):
+    for name in names:
         if name in present:
             present[name].update(_FLAGS)
         elif name in pieces:
@@ -73,7 +76,8 @@ def install(document: dict[str, Any], slots: int) -> dict[str, Any]:
                 f"tokenizer.json gives {token['content']!r} the id {token['id']}, where loading it gives "
                 f"{loaded}; added tokens must follow the vocabulary without gaps"
             )
-    return json.loads(library.to_str())
+    ids = {token["content"]: token["id"] for token in added}
+    return json.loads(library.to_str()), StructuralIds(tuple(ids[name] for name in names), sequence_tokens)
 
 
 def _parts(part: Any) -> Iterator[dict[str, Any]]:
@@ -85,18 +89,19 @@ def _parts(part: Any) -> Iterator[dict[str, Any]]:
                 yield from _parts(inner)
 
 
-def plain_copy(document: dict[str, Any], eos_id: int) -> tuple[dict[str, Any], str]:
+def plain_copy(document: dict[str, Any], special: Collection[int]) -> tuple[dict[str, Any], str]:
     """The tokenizer.json to encode payloads with, and the text to put before each.
 
-    Special tokens are gone, and so is randomness. Whatever adds a blank by itself is off: it does so only
-    where the text does not start with one, so the blank is made explicit as the prefix.
+    Tokens that are special, or eat the blanks beside them, are gone, and so is randomness. Whatever adds a blank by
+    itself is off: it does so only where the text does not start with one, so the blank is made explicit as the
+    prefix.
     """
     plain = {
         **document,
         "added_tokens": [
             token
             for token in document["added_tokens"]
-            if not (token["special"] or token["lstrip"] or token["rstrip"] or token["id"] == eos_id)
+            if not (token["lstrip"] or token["rstrip"] or token["id"] in special)
         ],
         "normalizer": copy.deepcopy(document["normalizer"]),
         "pre_tokenizer": copy.deepcopy(document["pre_tokenizer"]),

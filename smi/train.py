@@ -29,8 +29,8 @@ def train(config: Config) -> dict[str, float]:
     from rich.console import Console
 
     from smi.training.callbacks import ProgressReport
-    from smi.training.checkpoint import AtomicCheckpointIO, checkpoint_callback
-    from smi.training.export import export_model
+    from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
+    from smi.training.export import export_model, write_card
     from smi.training.module import SMIModule
     from smi.training.setup import (
         build_data,
@@ -38,17 +38,18 @@ def train(config: Config) -> dict[str, float]:
         build_model,
         build_tokenizer,
         evaluate_tasks,
+        find_checkpoint,
         optimization,
-        prepare_run_dir,
         quiet_libraries,
         summary,
+        write_config,
     )
 
     quiet_libraries()
     # a log file is no narrower than a terminal
     console = Console(width=None if sys.stdout.isatty() else 120)
     run_dir = Path(config.paths.run_dir)
-    checkpoint = prepare_run_dir(config)
+    checkpoint = find_checkpoint(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -57,11 +58,11 @@ def train(config: Config) -> dict[str, float]:
     data = build_data(config, tokenizer)
     model = build_model(config, tokenizer)
     data.setup()
+    config_yaml = write_config(config)
     console.print(summary(config, model, tokenizer))
     trainer = L.Trainer(
         accelerator=config.hardware.accelerator,
-        devices=config.hardware.devices,
-        strategy=config.hardware.strategy,
+        devices=1,
         precision=config.hardware.precision,  # type: ignore[arg-type]
         max_steps=config.trainer.max_steps,
         accumulate_grad_batches=config.trainer.accumulate,
@@ -72,9 +73,7 @@ def train(config: Config) -> dict[str, float]:
         logger=build_logger(config),
         callbacks=[
             ProgressReport(console, config.trainer.log_every, run_dir),
-            checkpoint_callback(
-                run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints
-            ),
+            Checkpoints(run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints),
         ],
         plugins=[AtomicCheckpointIO()],
         enable_progress_bar=False,
@@ -88,18 +87,18 @@ def train(config: Config) -> dict[str, float]:
     data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    if trainer.is_global_zero:
-        if config.data.held_out_tasks:
-            figures |= evaluate_tasks(config, model, tokenizer, console)
-        export = export_model(
-            model,
-            tokenizer,
-            run_dir / "export",
-            formats=config.trainer.export,
-            config_yaml=(run_dir / "config.yaml").read_text(encoding="utf-8"),
-            figures={"steps": trainer.global_step} | {k: f"{v:.4g}" for k, v in figures.items()},
-        )
-        console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
+    export = export_model(
+        model,
+        tokenizer,
+        run_dir / "export",
+        formats=config.trainer.export,
+        config_yaml=config_yaml,
+        figures={"steps": trainer.global_step} | figures,
+    )
+    console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
+    if config.data.held_out_tasks:
+        figures |= evaluate_tasks(config, model, tokenizer, console)
+        write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
     return figures
 
 
@@ -129,13 +128,18 @@ def main() -> None:
     def run(composed: DictConfig) -> dict[str, float]:
         alone = HydraConfig.get().mode == RunMode.RUN
         try:
+            if not alone and any(o.startswith("paths.run_dir=") for o in HydraConfig.get().overrides.task):
+                raise ConfigError("a sweep has a folder for each job: set hydra.sweep.dir instead of paths.run_dir")
             composed.paths.run_dir = HydraConfig.get().runtime.output_dir
             return train(judge(composed))
-        except ValueError as error:
+        except (ValueError, OSError, FloatingPointError) as error:
             if not alone:  # in a sweep the other jobs go on, and Hydra reports the failed ones
                 raise
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
 
     run()
 

@@ -18,6 +18,43 @@ settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")
+def family_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tokenizers of every family as files, structural tokens installed; "world" and "t1" are real ones."""
+    from families import CONFIG, FAMILIES, write
+
+    from smi.tokenizer import load_tokenizer
+
+    root = tmp_path_factory.mktemp("families")
+    sources = {"world": "rwkv_world", "t1": str(DATA / "t1_tokenizer")}
+    sources |= {name: write(root / f"{name}_source", make(), **CONFIG) for name, make in FAMILIES.items()}
+    for name, source in sources.items():
+        load_tokenizer(source).save_pretrained(root / name)
+    return {name: root / name for name in sources}
+
+
+@pytest.fixture(scope="session")
+def family(family_files: dict[str, Path]) -> dict:
+    """The same, loaded."""
+    from smi.tokenizer import load_tokenizer
+
+    return {name: load_tokenizer("rwkv_world" if name == "world" else str(path)) for name, path in family_files.items()}
+
+
+@pytest.fixture(scope="session")
+def special(family_files: dict[str, Path]) -> dict[str, set[int]]:
+    """The ids that no text may give in each of them."""
+    from families import special_ids
+
+    return {name: special_ids(path) for name, path in family_files.items()}
+
+
+@pytest.fixture(scope="session")
+def world(family: dict):
+    """The RWKV World tokenizer."""
+    return family["world"]
+
+
+@pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Fixtures shipped with the tests."""
     return DATA

@@ -66,6 +66,13 @@ def test_other_data_brings_its_own_tokenizer(composed):
         ("trainer.export=[onnx]", "should be one of hf, native, not 'onnx'"),
         ("+data.source.mine.fles=[a]", "data.source.mine.fles is no setting; did you mean files?"),
         ("optim=sgd", "Could not find 'optim/sgd'"),
+        ("optim.lr=-1e-3", "optim.lr should be above 0, not -0.001"),
+        ("optim.lr=nan", "optim.lr should be a finite number, not nan"),
+        ("optim.clip=-1", "optim.clip should be at least 0, not -1"),
+        ("optim.betas=[0.9]", "optim.betas should be two numbers from 0 up to 1, not [0.9]"),
+        ("trainer.val_every=0", "trainer.val_every should be at least 1, not 0"),
+        ("trainer.export=[]", "trainer.export is empty"),
+        ("hardware.precision=16-mixed", "should be one of 32-true, bf16-mixed, not '16-mixed'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(composed, override, message):
@@ -103,6 +110,8 @@ def test_an_unknown_recipe_lists_the_known_ones(composed):
         ("--config-dir=a.b", None),
         ("optim.betas=[0.9,0.95]", None),
         ("data/source@data.source.mine=aya", None),
+        ("max_steps=5", "max_steps is no setting"),
+        ("recipe=quickstart", "write +recipe=quickstart"),
     ],
 )
 def test_overrides_are_checked_before_hydra_sees_them(override, message):

@@ -240,7 +240,7 @@ def test_sources_that_make_conversations_hold_out_their_own() -> None:
 
 
 def test_validation_without_a_row_is_an_error(rows: SourceSpec) -> None:
-    with pytest.raises(ValueError, match="no validation row was accepted among 120"):
+    with pytest.raises(ValueError, match="no validation row among 120"):
         module(rows, val_fraction=1e-9).setup("fit")
 
 

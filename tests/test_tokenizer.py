@@ -1,29 +1,32 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from families import (
+    CORPUS,
+    FAMILIES,
+    byte_bpe,
+    byte_wordpiece,
+    hostile,
+    stripping_bpe,
+    unigram,
+    write,
+)
 from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from smi.protocol import STRUCTURAL_TOKENS
+from smi.protocol import STRUCTURAL_TOKENS, BlockType
 from smi.tokenizer import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parent / "data"
 T1 = DATA / "t1_tokenizer"
-CORPUS = ["The quick brown fox, hello there hi <s> world 123\n\tThe end. " * 3, "漢字 é e\u0301 😀 don't"] * 4
 # the tokenizer.json that public checkpoints carry for the World vocabulary
 WORLD_HF_SHA256 = "1c0bc8e5f355de60a4587a1e9abb9aa4ef65508ff59641344e7f9f10f76feacf"
-
-
-@pytest.fixture(scope="module")
-def world() -> Tokenizer:
-    return load_tokenizer("rwkv_world")
 
 
 @pytest.fixture(scope="module")
@@ -31,127 +34,6 @@ def world_saved(world: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> P
     directory = tmp_path_factory.mktemp("world")
     world.save_pretrained(directory)
     return directory
-
-
-def write(directory: Path, library: Library, **config: Any) -> str:
-    """A directory as a checkpoint would hold it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    library.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"} | config))
-    return str(directory)
-
-
-def byte_bpe(corpus: Iterable[str] = CORPUS, special: tuple[Any, ...] = ("</s>",), **splitting: Any) -> Library:
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **splitting)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-    )
-    library.train_from_iterator(corpus, trainer)
-    return library
-
-
-def llama_bpe() -> Library:
-    """SentencePiece-style BPE with byte fallback, and a blank put before every text."""
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    library = Library(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    library.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<unk>", "<s>", "</s>", *bytes_],
-        limit_alphabet=40,
-        show_progress=False,
-    )
-    library.train_from_iterator(CORPUS, trainer)
-    document = json.loads(library.to_str())
-    # the byte pieces belong to the vocabulary, not to the special tokens
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"][:3] != "<0x"]
-    return Library.from_str(json.dumps(document))
-
-
-def metaspace_bpe(scheme: Any) -> Library:
-    """The same, as newer conversions write it."""
-    library = llama_bpe()
-    library.normalizer = None  # pyright: ignore[reportAttributeAccessIssue]
-    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    return library
-
-
-def unigram() -> Library:
-    """Unigram with byte fallback, where specials and byte pieces are spelled in the vocabulary itself."""
-    bytes_ = [(f"<0x{byte:02X}>", -1.0) for byte in range(256)]
-    words = [
-        ("▁", -3.0),
-        *((char, -4.0) for char in "abcdefghijklmnopqrstuvwxyz</>"),
-        ("▁hello", -2.0),
-        ("he", -3.0),
-    ]
-    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *bytes_, *words]
-    library = Library(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
-    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    library.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return library
-
-
-def stripping_bpe() -> Library:
-    """Specials that eat the blanks beside them, and ordinary added tokens that must stay."""
-    special = ("</s>", AddedToken("<mask>", lstrip=True, rstrip=True, special=True))
-    library = byte_bpe(special=special)
-    library.add_special_tokens([AddedToken("<pad>", special=True)])
-    library.add_tokens([AddedToken("        ", normalized=False), AddedToken("<tool>", normalized=False)])
-    return library
-
-
-FAMILIES: dict[str, Callable[[], Library]] = {
-    "byte_bpe": byte_bpe,
-    "byte_bpe_prefix": lambda: with_prefix_space(byte_bpe()),
-    "byte_bpe_strip": stripping_bpe,
-    "llama_bpe": llama_bpe,
-    "metaspace_first": lambda: metaspace_bpe("first"),
-    "metaspace_always": lambda: metaspace_bpe("always"),
-    "unigram": unigram,
-}
-
-
-def with_prefix_space(library: Library) -> Library:
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    return library
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    root = tmp_path_factory.mktemp("families")
-    return {name: load_tokenizer(write(root / name, make())) for name, make in FAMILIES.items()}
-
-
-def hostile() -> st.SearchStrategy[str]:
-    spellings = [
-        *STRUCTURAL_TOKENS,
-        "<|endoftext|>",
-        "</s>",
-        "<s>",
-        "<unk>",
-        "<mask>",
-        "<pad>",
-        "<tool>",
-        "<0x0A>",
-        "▁",
-    ]
-    fragments = [spelling[cut:] for spelling in spellings for cut in (1, 2)] + [
-        "<",
-        "|",
-        " ",
-        "        ",
-        "\n",
-        "\t",
-    ]
-    return st.lists(st.one_of(st.sampled_from([*spellings, *fragments]), st.text(max_size=10))).map("".join)
 
 
 def goldens() -> list[dict[str, Any]]:
@@ -255,14 +137,12 @@ def test_reserved_slots_can_follow_the_ten(tmp_path: Path) -> None:
     assert both.fingerprint != ten.fingerprint
 
 
-def test_fingerprints_differ(world: Tokenizer, family: dict[str, Tokenizer]) -> None:
-    prints = [
-        world.fingerprint,
-        load_tokenizer(str(T1)).fingerprint,
-        *(one.fingerprint for one in family.values()),
-    ]
-    assert len(set(prints)) == len(prints)
-    assert load_tokenizer(str(T1)).fingerprint == load_tokenizer(str(T1)).fingerprint
+def test_fingerprints_differ(family: dict[str, Tokenizer]) -> None:
+    prints = {name: one.fingerprint for name, one in family.items()}
+    # the same ids, said in two ways
+    assert prints.pop("unigram_named") == prints["unigram"]
+    assert len(set(prints.values())) == len(prints)
+    assert load_tokenizer(str(T1)).fingerprint == family["t1"].fingerprint
 
 
 def test_pickling() -> None:
@@ -282,14 +162,34 @@ def test_families_save_and_load(name: str, family: dict[str, Tokenizer], tmp_pat
 
 
 @given(text=hostile())
-def test_text_stays_text(text: str, family: dict[str, Tokenizer], world: Tokenizer) -> None:
-    for tokenizer in (world, *family.values()):
+def test_text_stays_text(text: str, family: dict[str, Tokenizer], special: dict[str, set[int]]) -> None:
+    for name, tokenizer in family.items():
         ids = tokenizer.encode(text)
-        assert not tokenizer.structural.all & set(ids)
-        assert tokenizer.eos_id not in ids
+        assert not (special[name] | tokenizer.structural.all | {tokenizer.eos_id}) & set(ids)
         assert tokenizer.decode(ids) == text
         assert tokenizer.encode_batch([text, "", text]) == [ids, [], ids]
         assert isinstance(tokenizer.decode(ids[1:-1], errors="replace"), str)
+
+
+def test_special_ids_are_found(family: dict[str, Tokenizer], special: dict[str, set[int]]) -> None:
+    """The oracle of the test above sees what it should."""
+    assert {name: len(ids - family[name].structural.all) for name, ids in special.items()} == {
+        "world": 1,
+        "t1": 1,
+        "byte_bpe": 1,
+        "byte_bpe_prefix": 1,
+        "byte_bpe_strip": 4,
+        "llama_bpe": 3,
+        "metaspace_first": 3,
+        "metaspace_always": 3,
+        "unigram": 3,
+        "unigram_named": 3,
+        "wordpiece": 1,
+    }
+    for name, ids in special.items():
+        assert family[name].structural.all <= ids
+        for id in ids:
+            assert family[name].token_bytes(id) is None
 
 
 def test_ordinary_added_tokens_keep_their_ids(tmp_path: Path) -> None:
@@ -348,6 +248,21 @@ def unknown_bytes() -> Library:
     return library
 
 
+def no_fallback() -> Library:
+    document = json.loads(unigram().to_str())
+    document["model"]["byte_fallback"] = False
+    document["decoder"]["decoders"] = [
+        part for part in document["decoder"]["decoders"] if part["type"] != "ByteFallback"
+    ]
+    return Library.from_str(json.dumps(document))
+
+
+def short_words() -> Library:
+    document = json.loads(byte_wordpiece().to_str())
+    document["model"]["max_input_chars_per_word"] = 100
+    return Library.from_str(json.dumps(document))
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -357,6 +272,8 @@ def unknown_bytes() -> Library:
         (bert, "model WordPiece, decoder WordPiece"),
         (words, "model WordLevel, decoder none"),
         (unknown_bytes, "no text token for the byte 0x00"),
+        (no_fallback, "model Unigram, decoder Fuse, Replace"),
+        (short_words, r"changes text: 'a{80}' comes back as '\ufffd'"),
     ],
 )
 def test_refused_with_an_example(make: Callable[[], Library], reason: str, tmp_path: Path) -> None:
@@ -417,3 +334,52 @@ def test_lone_surrogates_are_refused(world: Tokenizer) -> None:
         world.encode("a\ud800b")
     with pytest.raises(ValueError, match="surrogates"):
         load_tokenizer(str(T1)).encode("\udfff")
+
+
+@pytest.mark.parametrize("source", ["rwkv_world", str(T1)])
+def test_reserved_rows_exist_and_are_never_used(source: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(source, slots=32)
+    rows = tokenizer.structural.to_dict()
+    reserved = [rows[name] for name in list(rows)[10:]]
+    assert len(reserved) == 22
+    assert set(reserved) < set(range(tokenizer.vocab_size))
+    text = " ".join(rows)
+    assert not set(tokenizer.encode(text)) & tokenizer.structural.all
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    for id in reserved:
+        assert tokenizer.structural.type_of(id) is None
+        assert tokenizer.token_bytes(id) is None
+
+
+def test_reserved_rows_are_never_sampled() -> None:
+    torch = pytest.importorskip("torch")
+    from smi.runtime.sampler import grammar_masks
+
+    for more in ({}, {"sequence_tokens": True}):
+        tokenizer = load_tokenizer(str(T1), slots=32, **more)
+        for mask in grammar_masks(tokenizer, tokenizer.vocab_size + 8):
+            assert torch.isinf(mask[list(tokenizer.structural.ids[10:])]).all()
+            assert torch.isinf(mask[[tokenizer.eos_id, tokenizer.structural.id(BlockType.USR)]]).all()
+
+
+def test_sequence_tokens(tmp_path: Path) -> None:
+    source = write(tmp_path / "bare", byte_bpe(special=()), eos_token=None)
+    with pytest.raises(ValueError, match="sequence_tokens=True"):
+        load_tokenizer(source)
+    with pytest.raises(ValueError, match="need slots=32"):
+        load_tokenizer(source, sequence_tokens=True)
+    tokenizer = load_tokenizer(source, slots=32, sequence_tokens=True)
+    rows = tokenizer.structural.to_dict()
+    assert list(rows)[9:13] == ["<|eot|>", "<|bos|>", "<|eos|>", "<|smi_reserved_12|>"]
+    assert tokenizer.eos_id == rows["<|eos|>"] == tokenizer.structural.ids[11]
+    assert pickle.loads(pickle.dumps(tokenizer)).fingerprint == tokenizer.fingerprint
+    tokenizer.save_pretrained(tmp_path / "saved")
+    # the files say what was allotted, whatever is asked for later
+    for more in ({}, {"slots": 32}, {"slots": 32, "sequence_tokens": True}):
+        again = load_tokenizer(str(tmp_path / "saved"), **more)
+        assert (again.fingerprint, again.eos_id) == (tokenizer.fingerprint, tokenizer.eos_id)
+        assert again.structural == tokenizer.structural
+    check_transformers(tokenizer, tmp_path / "saved")
+    load_tokenizer(str(T1), slots=32).save_pretrained(tmp_path / "reserved")
+    with pytest.raises(ValueError, match="never renamed"):
+        load_tokenizer(str(tmp_path / "reserved"), slots=32, sequence_tokens=True)

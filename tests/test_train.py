@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,8 +67,11 @@ def run(*arguments, cwd, code=0):
 
 def losses(run_dir):
     """Training loss by step, as logged."""
-    with (run_dir / "csv" / "metrics.csv").open() as file:
-        return {int(row["step"]): row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]}
+    logged = {}
+    for version in sorted(run_dir.glob("csv/version_*/metrics.csv")):
+        with version.open() as file:
+            logged |= {int(row["step"]): row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]}
+    return logged
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +115,7 @@ class TestQuickstart:
             "tokenizer.json",
             "tokenizer_config.json",
         }
-        assert [file.name for file in (run_dir / "checkpoints").iterdir()] == ["step=6.ckpt"]
+        assert [file.name for file in (run_dir / "checkpoints").iterdir()] == ["step-6.ckpt"]
         card = (run_dir / "export" / "README.md").read_text()
         assert "held_out/exact_share" in card
         assert "val/loss" in card
@@ -122,7 +126,7 @@ class TestQuickstart:
         model, tokenizer = load_pretrained(run_dir / "export"), load_tokenizer(str(run_dir / "export"))
         ids = torch.tensor([tokenizer.encode("\nHow much is the lamp?\n")])
         want = model(ids).logits[0]
-        trained = torch.load(run_dir / "checkpoints" / "step=6.ckpt", weights_only=True)["state_dict"]
+        trained = torch.load(run_dir / "checkpoints" / "step-6.ckpt", weights_only=True)["state_dict"]
         for name, tensor in model.state_dict().items():
             assert torch.equal(trained[f"model.{name}"], tensor), name
         torch.save({"ids": ids, "want": want}, tmp_path / "want.pt")
@@ -163,7 +167,7 @@ assert error < 1e-5, error
 
 def wait_for_checkpoint(process, run_dir):
     deadline = time.monotonic() + 120
-    while not list(run_dir.glob("checkpoints/step=*.ckpt")):
+    while not list(run_dir.glob("checkpoints/step-*.ckpt")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no checkpoint came"
         time.sleep(0.01)
@@ -180,9 +184,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(quickstart, tmp_path):
 
     output = run(*QUICK, "paths.run_dir=run", "resume=auto", cwd=tmp_path)
     assert "going on from" in output
-    resumed = losses(tmp_path / "run")
-    whole = losses(undisturbed)
-    assert 0 not in resumed
+    # every step is logged, those before the kill too unless they were still in memory
+    resumed, whole = losses(tmp_path / "run"), losses(undisturbed)
     assert max(resumed) == max(whole)
     assert resumed == {step: whole[step] for step in resumed}
 
@@ -194,8 +197,50 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path, sent, code):
     process.send_signal(sent)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output
-    assert "resume=auto goes on from the last checkpoint" in output
+    assert "resume=auto goes on from step-" in output
     assert "Traceback" not in output
+
+
+class TestResume:
+    """In a copy of a finished run."""
+
+    @pytest.fixture
+    def copy(self, quickstart, tmp_path):
+        shutil.copytree(quickstart[0], tmp_path / "run")
+        return tmp_path / "run"
+
+    def refused(self, run_dir, *arguments):
+        before = (run_dir / "config.yaml").read_text()
+        register()
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            composed = compose("train", overrides=[*QUICK, f"paths.run_dir={run_dir}", *arguments])
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (each caller looks at the message)
+            train(judge(composed))
+        assert (run_dir / "config.yaml").read_text() == before
+        return str(error.value)
+
+    def test_other_settings_are_refused_with_both_values(self, copy):
+        message = self.refused(copy, "resume=auto", "optim.lr=1e-9", "seed=5", "model.hidden_size=32")
+        assert "optim.lr was 0.005 and is 1e-09" in message
+        assert "seed was 0 and is 5" in message
+        assert "model.hidden_size was 64 and is 32" in message
+
+    @pytest.mark.parametrize("damage", ["truncated", "empty", "junk"])
+    def test_a_damaged_checkpoint_is_named(self, copy, damage):
+        file = copy / "checkpoints" / "step-6.ckpt"
+        content = {"truncated": file.read_bytes()[:5000], "empty": b"", "junk": b"x" * 1000}[damage]
+        file.write_bytes(content)
+        assert f"the checkpoint {file} cannot be read" in self.refused(copy, "resume=auto")
+
+    def test_weights_are_no_training_checkpoint(self, copy):
+        torch.save({"emb.weight": torch.zeros(2)}, copy / "checkpoints" / "step-7.ckpt")
+        assert "is no training checkpoint" in self.refused(copy, "resume=auto")
+
+    def test_a_checkpoint_of_another_run_does_not_go_into_this_one(self, copy, tmp_path):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "config.yaml").write_text("mine")
+        message = self.refused(tmp_path / "other", f"resume={copy}/checkpoints/step-6.ckpt")
+        assert "is not of the run in" in message
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
@@ -229,11 +274,16 @@ def test_rows_in_a_real_format_with_the_world_vocabulary(tmp_path):
         assert reason in output, reason
 
 
+def world_checkpoint():
+    """A tiny model with the World vocabulary, and the ranks of the 1.5B model."""
+    torch.manual_seed(0)
+    ranks = {"decay_low_rank_dim": 96, "a_low_rank_dim": 96, "v_low_rank_dim": 64, "gate_low_rank_dim": 256}
+    return RWKV7ForCausalLM(RWKV7Config(hidden_size=64, num_hidden_layers=2, head_dim=32, **ranks)).bfloat16()
+
+
 def test_the_pilot_from_local_files(tmp_path):
     """A checkpoint in the native layout, six sources from a mirror, a vocabulary that grows."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-    base = RWKV7ForCausalLM(RWKV7Config(**shape)).bfloat16()
+    base = world_checkpoint()
     save_native(base, tmp_path / "base.pth")
     output = run(
         "+recipe=rwkv7_pilot",
@@ -255,6 +305,7 @@ def test_the_pilot_from_local_files(tmp_path):
         "opencodeinstruct",
     ):
         assert source in output
+    assert "eval mode" not in output
     model = load_pretrained(tmp_path / "run" / "export")
     assert model.config.vocab_size == 65600
     # two steps at this rate move nothing far: the old rows are still the old rows
@@ -291,10 +342,30 @@ class TestBadInput:
                     f"model.pretrained={DATA / 'rwkv7' / 'T1.pth'}",
                     "model.hidden_size=128",
                     "model.head_dim=64",
+                    "model.v_low_rank_dim=16",
+                    "model.gate_low_rank_dim=32",
                 ],
-                "only 512 rows: they do not belong together",
+                "512 rows: they do not belong together",
             ),
             (["data.train_files=[good.jsonl]", "resume=nowhere.ckpt"], "no such checkpoint file"),
+            (
+                ["data=synthetic", "data.train_files=[good.jsonl]"],
+                "data.train_files is not read by data.kind=synthetic",
+            ),
+            (["data.train_files=[good.jsonl]", "data.mirror=x"], "choose data=pilot"),
+            (["data.train_files=[good.jsonl]", "model.revision=x"], "model.revision is of model.pretrained"),
+            (
+                [
+                    "data.train_files=[good.jsonl]",
+                    "model.pretrained=world.pth",
+                    "model.decay_low_rank_dim=96",
+                    "model.a_low_rank_dim=96",
+                    "model.v_low_rank_dim=64",
+                    "model.gate_low_rank_dim=256",
+                    "tokenizer.source=compact",
+                ],
+                "65,536 rows: they do not belong together",
+            ),
         ],
     )
     def test_one_clear_error_before_training(self, folder, monkeypatch, capsys, arguments, message):
@@ -334,6 +405,7 @@ class TestBadInput:
         tensors = torch.load(DATA / "rwkv7" / "T1.pth", weights_only=True)
         del tensors["blocks.1.att.w2"]
         torch.save(tensors, folder / "torn.pth")
+        save_native(world_checkpoint(), folder / "world.pth")
         return folder
 
 

@@ -28,6 +28,7 @@ from smi.data.pipeline import Compiler, Document, RowAccount, check_sources, epo
 from smi.data.sources import Source, SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.payloads import dumps
+from smi.protocol.render import Preview
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,13 +153,29 @@ class SMIDataModule(LightningDataModule):
         return FixedBatches(batches) if batches else []
 
     def report(self, console: Console | None = None) -> None:
-        """Print what became of the rows, source by source."""
+        """Print what became of the rows, source by source, and one example of each reason to reject a row."""
         from rich.console import Console
 
         console = console or Console()
         console.print(self.account.table("Training rows"))
+        for account in self.account.sources.values():
+            for reason, kept in account.samples.items():
+                if reason not in ("held_out", "duplicate"):
+                    console.print(f"  {kept[0]}", markup=False, highlight=False, soft_wrap=True)
         if self.val_account.rows:
             console.print(self.val_account.table("Validation rows"))
+
+    def preview(self, n: int = 3) -> list[Preview]:
+        """The first `n` documents of the training stream; each shows itself in a notebook or with rich's `print`.
+
+        Raises ValueError where an epoch holds no document.
+        """
+        account = self.account
+        documents = itertools.islice(itertools.chain.from_iterable(self.packs()), n)
+        previews = [Preview(document.example, self.tokenizer) for document in documents]
+        # a look does not begin a stream: the report stays that of the one in use
+        self.account = account
+        return previews
 
     def packs(self) -> Iterator[list[Document]]:
         """The documents of each pack of the training stream, from its beginning and without end.

@@ -270,7 +270,7 @@ def _without_nulls(value: Any) -> Any:
 def _read_jsonl(block: Block, columns: Sequence[str] | None) -> Iterator[_Value]:
     with block.path.open("rb") as file:
         for line in _lines(file, block.start, block.end):
-            yield _parse(line)
+            yield parse_row(line)
 
 
 def _lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
@@ -294,7 +294,7 @@ def _finish_line(file: BinaryIO) -> None:
 
 def _read_json(block: Block, columns: Sequence[str] | None) -> Iterator[_Value]:
     for element in _elements(block.path.read_bytes(), block.path):
-        yield _parse(element)
+        yield parse_row(element)
 
 
 # strings are stepped over whole, so that the brackets and commas left are structure
@@ -325,7 +325,7 @@ def _elements(text: bytes, path: Path) -> Iterator[bytes]:
         raise ValueError(f"{path} is not one complete JSON array of rows: cut short, or JSONL under the name .json?")
 
 
-def _parse(text: bytes) -> _Value:
+def parse_row(text: bytes) -> _Value:
     """One row of JSON text: an object, or the reason why not."""
     if len(text) > MAX_ROW_BYTES:
         return ProtocolError("over_budget", "row", f"the row is larger than {MAX_ROW_BYTES:,} bytes")

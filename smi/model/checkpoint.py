@@ -70,8 +70,8 @@ def load_pretrained(
     """
     path = _local(source, revision)
     tensors = read_checkpoint(path)
-    config_file = (path if path.is_dir() else path.parent) / "config.json"
-    extra = json.loads(config_file.read_text()) if path.is_dir() and config_file.exists() else {}
+    config_file = path / "config.json"
+    extra = _read_json(config_file) if config_file.is_file() else {}
     config = config_of(tensors, extra, where=str(path))
     with no_init_weights(), torch.device("meta"):
         model = RWKV7ForCausalLM(config)
@@ -126,7 +126,7 @@ def _read_files(path: Path) -> dict[str, Tensor]:
         return _read_file(path)
     index = path / "model.safetensors.index.json"
     if index.exists():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
         absent = [shard for shard in shards if not (path / shard).exists()]
         if absent:
             raise CheckpointError(f"{path}: {index.name} names files that are not there: {', '.join(absent)}")
@@ -141,6 +141,16 @@ def _read_files(path: Path) -> dict[str, Tensor]:
             f"{path} should hold one .safetensors or .pth file, or model.safetensors.index.json; found: {found}"
         )
     return _read_file(candidates[0])
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} should hold a JSON object")
+    return content
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
@@ -204,6 +214,8 @@ def config_of(tensors: Mapping[str, Tensor], extra: Mapping[str, object], where:
     def shape(name: str) -> torch.Size:
         if name not in tensors:
             raise CheckpointError(f"{where} does not fit RWKV-7:\n  missing {name}")
+        if tensors[name].ndim != 2:
+            raise CheckpointError(f"{where} does not fit RWKV-7:\n  {name} has shape {list(tensors[name].shape)}")
         return tensors[name].shape
 
     layers = {int(m[1]) for name in tensors if (m := re.match(r"rwkv7\.blocks\.(\d+)\.", name))}

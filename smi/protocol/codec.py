@@ -1,9 +1,10 @@
 """Between streams and token ids: the secure compiler, its inverse, and the prompt for generation.
 
 A block is its type id followed by `"\\n" + payload + "\\n"` encoded as one string with structural recognition
-off; a transmission ends with the EOT id and an encoded newline. The only seams are structural ids, so nothing
+off; a transmission ends with the EOT id and an encoded newline. Where a payload holds spans, their ids stand between
+its texts, and the newlines belong to the text beside them. The only seams are structural ids and spans, so nothing
 that a payload spells can move a boundary.
-Protocol sections: "Security", "Reference Serialization", "BOS and EOS".
+Protocol sections: "Security", "Reference Serialization", "Modalities", "BOS and EOS".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from smi.protocol.stream import Block, ProtocolError, Span, Transmission, check_follows
 from smi.protocol.tokens import BlockType, PlainTokenizer, TokenNamespace, check_namespaces
@@ -118,28 +118,32 @@ class StreamDecoder:
         if not self._newline:
             raise ProtocolError("unfinished", "", "the ids end at an EOT without the newline behind it")
 
-    def _refuse(self, reason: str, message: str) -> NoReturn:
-        raise ProtocolError(reason, f"ids[{self._position}]", message)
+    def _refusal(self, reason: str, message: str) -> ProtocolError:
+        return ProtocolError(reason, f"ids[{self._position}]", message)
 
     def _read(self, id: int) -> list[Event]:
         if self._ended:
-            self._refuse("eos", "tokens after the end of the sequence")
+            raise self._refusal("eos", "tokens after the end of the sequence")
         if id == self._eos_id:
             if self._kind not in (None, BlockType.EOT):
-                self._refuse("unfinished", f"the sequence ends inside a {self._kind.token} block, before its EOT")
+                raise self._refusal(
+                    "unfinished", f"the sequence ends inside a {self._kind.token} block, before its EOT"
+                )
             self._close()
             self._ended = True
             return [SequenceEnded()]
         opened = self._structural.type_of(id)
         if opened is not None:
             return [*self._close(), *self._open(opened)]
+        if self._kind is None:
+            raise self._refusal("outside_block", f"the id {id} before the first block")
         data = self._token_bytes(id)
         if data is not None:
             return self._text(self._characters(data))
         for namespace in self._namespaces:
             if id in namespace.ids:
                 return self._span(Span(namespace.name, (id - namespace.first_id,)))
-        self._refuse("text", f"the id {id} stands for no text and belongs to no token namespace")
+        raise self._refusal("text", f"the id {id} stands for no text and belongs to no token namespace")
 
     def _characters(self, data: bytes, final: bool = False) -> str:
         """What is certain once these bytes of a run of text were read; `final` ends the run."""
@@ -153,21 +157,19 @@ class StreamDecoder:
         try:
             return self._utf8.decode(data, final)
         except UnicodeDecodeError as error:
-            self._refuse("text", f"the ids are no text: {error}")
+            raise self._refusal("text", f"the ids are no text: {error}") from None
 
     def _text(self, text: str) -> list[Event]:
         if not text:
             return []
-        if self._kind is None:
-            self._refuse("outside_block", f"{text[:40]!r} before the first block")
         if self._kind is BlockType.EOT:
             self._newline += text
             if self._newline != "\n":
-                self._refuse("outside_block", f"expected one newline after <|eot|>, got {self._newline[:40]!r}")
+                raise self._refusal("outside_block", f"expected one newline after <|eot|>, got {self._newline[:40]!r}")
             return []
         if not self._framed:
             if text[0] != "\n":
-                self._refuse("framing", f"a payload starts with a newline of its own, got {text[:40]!r}")
+                raise self._refusal("framing", f"a payload starts with a newline of its own, got {text[:40]!r}")
             self._framed, text = True, text[1:]
         text = self._newline + text
         self._newline = "\n" if text.endswith("\n") else ""
@@ -181,10 +183,12 @@ class StreamDecoder:
 
     def _span(self, span: Span) -> list[Event]:
         events = self._text(self._characters(b"", final=True))
-        if self._kind in (None, BlockType.EOT):
-            self._refuse("outside_block", f"an id of {span.namespace!r} outside a block")
+        if self._kind is BlockType.EOT:
+            raise self._refusal("outside_block", f"an id of {span.namespace!r} after <|eot|>")
         if not self._framed:
-            self._refuse("framing", f"a payload starts with a newline of its own, got an id of {span.namespace!r}")
+            raise self._refusal(
+                "framing", f"a payload starts with a newline of its own, got an id of {span.namespace!r}"
+            )
         events += self._payload(self._newline)
         self._newline = ""
         self._parts.append(span)
@@ -192,15 +196,15 @@ class StreamDecoder:
 
     def _close(self) -> list[Event]:
         """End what stands behind the last structural token."""
-        events = self._text(self._characters(b"", final=True))
         if self._kind is None:
-            return events
+            return []
+        events = self._text(self._characters(b"", final=True))
         if self._kind is BlockType.EOT:
             if not self._newline:
-                self._refuse("outside_block", "expected one newline after <|eot|>")
+                raise self._refusal("outside_block", "expected one newline after <|eot|>")
             return events
         if not self._framed or not self._newline:
-            self._refuse("framing", f"a {self._kind.token} payload starts and ends with a newline of its own")
+            raise self._refusal("framing", f"a {self._kind.token} payload starts and ends with a newline of its own")
         block = Block(self._kind, tuple(self._parts))
         self._blocks.append(block)
         return [*events, BlockClosed(block)]
@@ -213,7 +217,7 @@ class StreamDecoder:
                 check_follows(self._blocks[-1].type, kind, f"ids[{self._position}]")
             return [BlockOpened(kind)]
         if not self._blocks:
-            self._refuse("empty_transmission", "an EOT without a block before it")
+            raise self._refusal("empty_transmission", "an EOT without a block before it")
         transmission = Transmission(tuple(self._blocks))
         self._blocks = []
         return [TransmissionEnded(transmission)]

@@ -27,7 +27,7 @@ def dumps(value: Any) -> str:
     """
     try:
         text = _ENCODE(value)
-        # a surrogate that is not ASCII in the text was none in the value either
+        # surrogates stand in the text as they do in the value, and UTF-8 refuses them
         if _is_plain(value) and (text.isascii() or text.encode("utf-8")):
             return text
     except (TypeError, ValueError, RecursionError):
@@ -40,7 +40,7 @@ def dumps(value: Any) -> str:
 def _is_plain(value: object) -> bool:
     """Whether there are only plain JSON values, level by level; False also where a closer look is needed."""
     level: list[Any] = [value]
-    for _ in range(MAX_NESTING + 1):
+    for _ in range(MAX_NESTING):
         inner: list[Any] = []
         for item in level:
             kind = type(item)

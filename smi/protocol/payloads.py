@@ -1,4 +1,4 @@
-"""What stands inside CTRL, CAPS, ACT and OBS: the one JSON writer, the strict reader, and the envelopes.
+"""What stands inside CTRL, CAPS, ACT and OBS: the envelopes, the declarations and the check of an action.
 
 Protocol sections: "Reasoning Control", "Capabilities", "Actions and Observations", "Parallel Actions",
 "Errors", "Structured Data".
@@ -6,159 +6,206 @@ Protocol sections: "Reasoning Control", "Capabilities", "Actions and Observation
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from smi.protocol.stream import ProtocolError, check_text
+from smi.protocol.json_text import dumps, loads
+from smi.protocol.stream import Payload, ProtocolError
 
-MAX_NESTING = 64
+__all__ = [
+    "Action",
+    "Capabilities",
+    "act_payload",
+    "ctrl_payload",
+    "declare",
+    "dumps",
+    "loads",
+    "normalise_tools",
+    "obs_payload",
+    "parse_act",
+    "require_declared",
+]
+
 REASONING_MODES = ("disabled", "fixed", "adaptive")
-
-
-def _check(value: object, where: str, depth: int = 0) -> None:
-    """Refuse everything that is not a plain, finite, bounded JSON value; `where` grows with the path."""
-    if value is None or isinstance(value, bool):
-        return
-    if isinstance(value, str):
-        check_text(value, where)
-    elif isinstance(value, int):
-        try:
-            float(value)
-        except OverflowError:
-            raise ProtocolError("number", where, "integer too large for a JSON number (about 1.8e308)") from None
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise ProtocolError("number", where, f"{value} is not a JSON number; only finite numbers are allowed")
-    elif isinstance(value, dict | list):
-        if depth >= MAX_NESTING:
-            raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels")
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                _check(item, f"{where}[{index}]", depth + 1)
-            return
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise ProtocolError("json", where, f"object key {key!r} is not text")
-            check_text(key, where)
-            _check(item, f"{where}.{key}" if where else key, depth + 1)
-    else:
-        raise ProtocolError("json", where, f"{type(value).__name__} is not a plain JSON value")
-
-
-def dumps(value: Any) -> str:
-    """Write a JSON value the one way this package writes JSON: compact, UTF-8 kept, keys as given.
-
-    value: None, bool, int, float, str, list and dict with str keys, nested at most 64 deep.
-    Raises ProtocolError "json", "number", "text" or "nesting".
-    """
-    _check(value, "")
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ProtocolError("duplicate_key", "", f"the key {key!r} stands twice in one JSON object")
-            seen.add(key)
-    return result
-
-
-def _constant(name: str) -> Any:
-    raise ProtocolError("number", "", f"{name} is not JSON; only finite numbers are allowed")
-
-
-def _integer(digits: str) -> int:
-    # bounded before int(): parsing time grows faster than the number of digits
-    if len(digits) > 310:
-        raise ProtocolError("number", "", f"integer of {len(digits)} characters; too large for a JSON number")
-    return int(digits)
-
-
-def loads(text: str) -> Any:
-    """Read JSON strictly: what Python's reader lets through or trips over is decided here.
-
-    Raises ProtocolError "json" (syntax), "duplicate_key", "number" (NaN, infinities, integers past the range
-    of a double), "text" (lone surrogates) or "nesting" (more than 64 levels).
-    """
-    check_text(text, "")
-    try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
-    except json.JSONDecodeError as error:
-        raise ProtocolError("json", "", f"not valid JSON: {error}") from None
-    except RecursionError:
-        raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels") from None
-    _check(value, "")
-    return value
 
 
 def normalise_tools(tools: object, where: str = "tools") -> list[dict[str, Any]]:
     """Bring tool declarations to the protocol's form: name, description, parameters, then other keys.
 
     tools: a list of `{"name", "parameters", ...}` or of `{"type": "function", "function": {...}}`; nulls
-    among a tool's own keys count as absent. Raises ProtocolError "tools".
+    among a tool's own keys count as absent. Raises ProtocolError "tools". Protocol section: "Capabilities".
     """
     if not isinstance(tools, list):
         raise ProtocolError("tools", where, f"expected a list of tool objects, got {type(tools).__name__}")
-    result: list[dict[str, Any]] = []
+    return _distinct([_declaration(tool, f"{where}[{index}]") for index, tool in enumerate(tools)], where)
+
+
+def _distinct(declarations: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     names: set[str] = set()
-    for index, tool in enumerate(tools):
-        place = f"{where}[{index}]"
-        if not isinstance(tool, dict):
-            raise ProtocolError("tools", place, f"expected a tool object, got {type(tool).__name__}")
-        wrapped = tool.get("function") is not None
-        if wrapped and tool.get("type") not in (None, "function"):
+    for index, declaration in enumerate(declarations):
+        if declaration["name"] in names:
+            raise ProtocolError("tools", f"{where}[{index}]", f"{declaration['name']!r} is declared twice")
+        names.add(declaration["name"])
+    return declarations
+
+
+def _declaration(tool: object, place: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise ProtocolError("tools", place, f"expected an object, got {type(tool).__name__}")
+    flat, wrapped = tool, tool.get("function") is not None
+    if wrapped:
+        flat = tool["function"]
+        if tool.get("type") not in (None, "function"):
             raise ProtocolError("tools", place, f"type {tool['type']!r} cannot wrap a function")
-        flat = tool["function"] if wrapped else tool
         if not isinstance(flat, dict):
             raise ProtocolError("tools", place, f"function must be an object, got {type(flat).__name__}")
-        beside = [key for key, value in tool.items() if wrapped and key not in ("type", "function") and value]
+        beside = [key for key, value in tool.items() if key not in ("type", "function") and value]
         if beside:
             raise ProtocolError("tools", place, f"{beside} beside function would be lost; put them inside it")
-        if not wrapped and flat.get("type") == "function":
-            flat = {key: value for key, value in flat.items() if key != "type"}
-        name, description, parameters = (flat.get(key) for key in ("name", "description", "parameters"))
-        if not isinstance(name, str) or not name:
-            raise ProtocolError("tools", place, f"a tool needs a name, got {name!r}")
-        if name in names:
-            raise ProtocolError("tools", place, f"the tool {name!r} is declared twice")
-        if description is not None and not isinstance(description, str):
-            raise ProtocolError("tools", place, f"description must be text, got {type(description).__name__}")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise ProtocolError("tools", place, f"parameters must be a JSON Schema object, got {parameters!r}")
-        names.add(name)
-        ordered = {"name": name, "description": description, "parameters": parameters, **flat}
-        result.append({key: value for key, value in ordered.items() if value is not None})
-    return result
+    elif flat.get("type") == "function":
+        flat = {key: value for key, value in flat.items() if key != "type"}
+    name, description, parameters = flat.get("name"), flat.get("description"), flat.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise ProtocolError("tools", place, f"a declaration needs a name, got {name!r}")
+    if description is not None and not isinstance(description, str):
+        raise ProtocolError("tools", place, f"description must be text, got {type(description).__name__}")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise ProtocolError("tools", place, f"parameters must be a JSON Schema object, got {parameters!r}")
+    ordered = {"name": name, "description": description, "parameters": parameters, **flat}
+    return {key: value for key, value in ordered.items() if value is not None}
 
 
-def normalise_arguments(arguments: object, where: str = "arguments") -> dict[str, Any]:
-    """Arguments of a call as a mapping, from a mapping or its JSON text. Raises ProtocolError "arguments"."""
+@dataclass(frozen=True)
+class Capabilities:
+    """What a runtime declares, checked and ready for calls to be held against.
+
+    tools, actions: name -> declaration (`{"name", "description", "parameters", ...}`), in the order given.
+    payload: of the CAPS block; None where nothing is declared.
+    """
+
+    tools: dict[str, dict[str, Any]]
+    actions: dict[str, dict[str, Any]]
+    payload: str | None
+
+
+def declare(tools: object = None, caps: object = None) -> Capabilities:
+    """Check the declarations of a conversation or a session and write them down.
+
+    tools: as for `normalise_tools`, or None. caps: further capabilities, or None; `tools` may stand here
+    instead, and `actions` is a list of names, or of declarations like a tool's where arguments have a schema.
+    `parameters` are JSON Schema, in the dialect that `$schema` names and 2020-12 where it names none.
+
+    Raises ProtocolError "tools", "caps", "schema" (parameters are no JSON Schema) and those of `dumps`.
+    Protocol section: "Capabilities".
+    """
+    where = "tools"
+    if caps is not None and not isinstance(caps, dict):
+        raise ProtocolError("caps", "caps", f"expected an object, got {type(caps).__name__}")
+    rest: dict[str, Any] = {}
+    if caps:
+        rest = {key: value for key, value in caps.items() if key != "tools"}
+        if "tools" in caps:
+            if tools:
+                raise ProtocolError("caps", "caps.tools", "tools are declared twice; give them as tools or in caps")
+            tools, where = caps["tools"], "caps.tools"
+    declared = [] if tools is None else normalise_tools(tools, where)
+    texts = [_declared(tool) for tool in declared]
+    actions: list[dict[str, Any]] = []
+    if "actions" in rest:
+        actions, rest["actions"] = _actions(rest["actions"])
+    parts = [f'"tools":[{",".join(texts)}]'] if texts else []
+    if rest:
+        parts.append(dumps(rest)[1:-1])
+    return Capabilities(
+        tools={tool["name"]: tool for tool in declared},
+        actions={action["name"]: action for action in actions},
+        payload=f"{{{','.join(parts)}}}" if parts else None,
+    )
+
+
+def _actions(actions: object) -> tuple[list[dict[str, Any]], list[Any]]:
+    """`actions` as declarations, and as they are written: a bare name stays a bare name."""
+    if not isinstance(actions, list):
+        raise ProtocolError("caps", "caps.actions", f"expected a list of actions, got {type(actions).__name__}")
+    declared, written = [], []
+    for index, action in enumerate(actions):
+        bare = isinstance(action, str)
+        declared.append(_declaration({"name": action} if bare else action, f"caps.actions[{index}]"))
+        written.append(action if bare else declared[-1])
+        _declared(declared[-1])
+    return _distinct(declared, "caps.actions"), written
+
+
+def _declared(declaration: dict[str, Any]) -> str:
+    """The text of a declaration with a sound schema."""
+    text = dumps(declaration)
+    problem = _problem(text)
+    if problem is not None:
+        raise ProtocolError("schema", f"tools.{declaration['name']}.parameters", problem)
+    return text
+
+
+# rows repeat their declarations by the million; checking one takes milliseconds
+@lru_cache(maxsize=4096)
+def _problem(declaration: str) -> str | None:
+    """What is wrong with the schema in a declaration, given by its canonical text."""
+    parameters = loads(declaration).get("parameters")
+    return None if parameters is None else _validator(dumps(parameters))[1]
+
+
+@lru_cache(maxsize=4096)
+def _validator(schema: str) -> tuple[Any, str | None]:
+    """The validator of a schema given by its canonical text, or (None, what is wrong with it)."""
+    # imported here: loading the validator takes longer than everything else in this package
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    value = loads(schema)
+    dialect = value.get("$schema")
+    # None marks a dialect that the library does not know, which it would take for its newest otherwise
+    look_up: Any = validator_for
+    kind = Draft202012Validator if dialect is None else look_up(value, None) if isinstance(dialect, str) else None
+    if kind is None:
+        return None, f"$schema names no known dialect of JSON Schema: {dialect!r}"
+    try:
+        kind.check_schema(value)
+    except SchemaError as error:
+        place = error.json_path.removeprefix("$").lstrip(".")
+        return None, f"not a usable JSON Schema: {f'{place}: ' if place else ''}{error.message}"
+    except (RecursionError, re.error) as error:
+        return None, f"not a usable JSON Schema: {type(error).__name__}: {error}"
+    # an empty registry: a reference in a declaration must not make the runtime fetch anything
+    return kind(value, registry=Registry()), None
+
+
+def _arguments(arguments: object, where: str = "arguments") -> str:
+    """The JSON text of the arguments of a call; the same for a mapping and for its JSON text."""
     try:
         value = loads(arguments) if isinstance(arguments, str) else arguments
-        _check(value, "")
+        text = dumps(value)
     except ProtocolError as error:
         raise ProtocolError("arguments", where, str(error)) from None
     if not isinstance(value, dict):
         hint = "; the JSON text looks encoded twice" if isinstance(value, str) else ""
         raise ProtocolError("arguments", where, f"expected a JSON object, got {type(value).__name__}{hint}")
-    return value
+    return text
 
 
-def act_payload(id: str, name: str, arguments: object) -> str:
-    """The payload of a tool call, keys in the order id, type, name, arguments.
+def act_payload(id: str, name: str, arguments: object, type: str = "tool") -> str:
+    """The payload of a call, keys in the order id, type, name, arguments.
 
-    arguments: a mapping or its JSON text; both give the same payload. Raises ProtocolError.
+    arguments: a mapping or its JSON text; both give the same payload. type: "tool" or "action".
+    Raises ProtocolError. Protocol section: "Actions and Observations".
     """
     _identifier(id, "id")
     _identifier(name, "name")
-    return dumps({"id": id, "type": "tool", "name": name, "arguments": normalise_arguments(arguments)})
+    head = dumps({"id": id, "type": type, "name": name})
+    return f'{head[:-1]},"arguments":{_arguments(arguments)}}}'
 
 
 def obs_payload(caused_by: str, ok: bool, content: Any = None, error: Mapping[str, Any] | None = None) -> str:
@@ -166,6 +213,7 @@ def obs_payload(caused_by: str, ok: bool, content: Any = None, error: Mapping[st
 
     error: `{"type": str, "message": str, ...}`, given exactly when `ok` is False.
     Raises ProtocolError "observation" when ok, content and error do not fit together.
+    Protocol sections: "Actions and Observations", "Errors".
     """
     _identifier(caused_by, "caused_by")
     if type(ok) is not bool:
@@ -192,7 +240,7 @@ def ctrl_payload(ctrl: Mapping[str, Any]) -> str:
     """The payload of a CTRL block; further keys pass as given.
 
     Raises ProtocolError "ctrl" when `reasoning` has an unknown mode, an effort that is neither a name nor a
-    number, or a max_tokens that is not a whole number from 0 up.
+    number from 0 up, or a max_tokens that is not a whole number from 0 up. Protocol section: "Reasoning Control".
     """
     if not isinstance(ctrl, dict):
         raise ProtocolError("ctrl", "ctrl", f"expected an object, got {type(ctrl).__name__}")
@@ -202,22 +250,19 @@ def ctrl_payload(ctrl: Mapping[str, Any]) -> str:
     if "mode" in reasoning and reasoning["mode"] not in REASONING_MODES:
         raise ProtocolError("ctrl", "ctrl.reasoning.mode", f"{reasoning['mode']!r} is none of {REASONING_MODES}")
     effort = reasoning.get("effort", "medium")
-    if isinstance(effort, bool) or not isinstance(effort, str | int | float):
-        raise ProtocolError("ctrl", "ctrl.reasoning.effort", f"expected a name or a number, got {effort!r}")
+    number = isinstance(effort, int | float) and not isinstance(effort, bool) and effort >= 0
+    if not number and not (isinstance(effort, str) and effort.strip()):
+        expected = "expected a name such as 'low', 'medium' and 'high', or a number from 0 up"
+        raise ProtocolError("ctrl", "ctrl.reasoning.effort", f"{expected}, got {effort!r}")
     budget = reasoning.get("max_tokens", 0)
     if type(budget) is not int or budget < 0:
         raise ProtocolError("ctrl", "ctrl.reasoning.max_tokens", f"expected a number of tokens, got {budget!r}")
     return dumps(ctrl)
 
 
-def caps_payload(tools: Sequence[Mapping[str, Any]], caps: Mapping[str, Any] | None = None) -> str:
-    """The payload of a CAPS block: `tools` in the form `normalise_tools` gives, then further capabilities."""
-    return dumps({**({"tools": list(tools)} if tools else {}), **(caps or {})})
-
-
 @dataclass(frozen=True)
 class Action:
-    """A parsed and validated ACT: `arguments` fit the schema of the declared tool `name`."""
+    """A parsed and validated ACT: `arguments` fit the schema of the declared tool or action `name`."""
 
     id: str
     type: str
@@ -225,48 +270,54 @@ class Action:
     arguments: dict[str, Any]
 
 
-def parse_act(payload: str, tools: object) -> Action:
-    """Read the payload of an ACT block and hold it against the declared tools.
+def parse_act(payload: Payload, tools: object, actions: object = None) -> Action:
+    """Read the payload of an ACT block and hold it against what is declared.
 
-    tools: declarations in either form. The dialect is JSON Schema 2020-12; references to other documents are
-    never fetched. The steps fail with reasons of their own, in this order, so that a caller can count what
-    parses, what is declared and what is valid: any reason of `loads`; "act", JSON but not the envelope;
-    "undeclared_tool"; "schema", the declaration is no JSON Schema; "arguments", they do not fit it.
+    tools: declarations in either form. actions: the list `caps["actions"]`. The dialect is the one of `declare`;
+    references to other documents are never fetched. The steps fail with reasons of their own, in this order, so
+    that a caller can count what parses, what is declared and what is valid: any reason of `loads`; "act", JSON
+    but not the envelope, or token spans; "undeclared_tool" or "undeclared_action"; "schema", the declaration is
+    no JSON Schema; "arguments", they do not fit it. Protocol sections: "Actions and Observations", "Security".
     """
+    if not isinstance(payload, str):
+        raise ProtocolError("act", "", "the payload holds token spans; the codec of the embodiment reads it")
     value = loads(payload)
     if not isinstance(value, dict):
         raise ProtocolError("act", "", f"an action is a JSON object, got {type(value).__name__}")
     for key, kind in (("id", str), ("type", str), ("name", str), ("arguments", dict)):
         if not isinstance(value.get(key), kind) or not (value[key] or kind is dict):
             raise ProtocolError("act", key, f"an action needs {key} ({kind.__name__}), got {value.get(key)!r}")
-    if value["type"] != "tool":
-        raise ProtocolError("act", "type", f"expected type 'tool', got {value['type']!r}")
+    if value["type"] not in ("tool", "action"):
+        raise ProtocolError("act", "type", f"expected type 'tool' or 'action', got {value['type']!r}")
     extra = sorted(value.keys() - {"id", "type", "name", "arguments"})
     if extra:
         raise ProtocolError("act", extra[0], f"an action has no such keys: {extra}")
-    declared = {tool["name"]: tool for tool in normalise_tools(tools)}
-    tool = declared.get(value["name"])
-    if tool is None:
-        names = ", ".join(sorted(declared)) or "none"
-        raise ProtocolError("undeclared_tool", "name", f"{value['name']!r} is not declared; declared: {names}")
-    _validate(value["arguments"], tool.get("parameters", {}), value["name"])
+    given = normalise_tools(tools) if value["type"] == "tool" else _actions([] if actions is None else actions)[0]
+    declaration = require_declared(value["type"], value["name"], {item["name"]: item for item in given}, "name")
+    _validate(value["arguments"], declaration.get("parameters", {}), value["name"])
     return Action(value["id"], value["type"], value["name"], value["arguments"])
 
 
+def require_declared(type: str, name: str, declared: Mapping[str, Any], where: str) -> Any:
+    """The declaration of that name; ProtocolError "undeclared_tool" or "undeclared_action" where there is none."""
+    if name not in declared:
+        names = ", ".join(sorted(declared)) or "none"
+        raise ProtocolError(f"undeclared_{type}", where, f"{name!r} is not declared; declared: {names}")
+    return declared[name]
+
+
 def _validate(arguments: dict[str, Any], schema: dict[str, Any], name: str) -> None:
-    # imported here: loading the validator takes longer than everything else in this package
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError, best_match
-    from referencing import Registry
+    from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 
+    validator, problem = _validator(dumps(schema))
+    error = None
     try:
-        Draft202012Validator.check_schema(schema)
-        # an empty registry: a reference in a declaration must not make the runtime fetch anything
-        error = best_match(Draft202012Validator(schema, registry=Registry()).iter_errors(arguments))
-    except (SchemaError, Unresolvable, RecursionError, re.error) as problem:
-        text = problem.message if isinstance(problem, SchemaError) else f"{type(problem).__name__}: {problem}"
-        raise ProtocolError("schema", f"tools.{name}.parameters", f"not a usable JSON Schema: {text}") from None
+        error = best_match(validator.iter_errors(arguments)) if problem is None else None
+    except (Unresolvable, RecursionError, re.error) as unusable:
+        problem = f"not a usable JSON Schema: {type(unusable).__name__}: {unusable}"
+    if problem is not None:
+        raise ProtocolError("schema", f"tools.{name}.parameters", problem)
     if error is not None:
         raise ProtocolError("arguments", error.json_path.replace("$", "arguments", 1), error.message)
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 from rich.console import Console, ConsoleOptions
 from rich.style import Style
 from rich.text import Text
 
-from smi.protocol.codec import Example, PlainTokenizer
-from smi.protocol.tokens import BlockType
+from smi.protocol.codec import Example
+from smi.protocol.tokens import BlockType, PlainTokenizer
 
 # the runtime's blocks are cool, the model's warm; readable on light and on dark
 COLOURS: dict[BlockType, str] = {
@@ -38,9 +39,9 @@ COLOURS: dict[BlockType, str] = {
 
 # control characters, and what is invisible or changes the direction of writing; a lone surrogate is a byte that is
 # no character. The two joiners stay: Persian, Hindi and many emoji are written with them
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff"
-    "\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff⟨]"
+_SPLIT = re.compile(
+    "([\n\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff"
+    "\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff⟨])"
 )
 
 
@@ -62,12 +63,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Blocks, tokens and supervised tokens of one kind, or of all kinds together."""
+    """Blocks, tokens and supervised tokens of one kind; of all kinds together where `kind` is None."""
 
-    name: str
+    kind: BlockType | None
     blocks: int
     tokens: int
     supervised: int
+
+    @property
+    def name(self) -> str:
+        return "all" if self.kind is None else self.kind.name.lower()
 
     @property
     def share(self) -> str:
@@ -85,44 +90,28 @@ def pieces(example: Example, tokenizer: PlainTokenizer) -> Iterator[Piece]:
             strict=True,
         )
     )
-    start = 0
-    while start < len(tokens):
-        id, kind, supervised = tokens[start]
-        if tokenizer.token_bytes(id) is None:
+    # some tokenizers put a blank before every text; it is no part of it
+    newline = b"".join(tokenizer.token_bytes(id) or b"" for id in tokenizer.encode("\n"))
+    blank = newline.removesuffix(b"\n")
+    held: list[int] = []
+    data = b""
+    head = True
+    for index, (id, kind, supervised) in enumerate(tokens):
+        part = tokenizer.token_bytes(id)
+        if part is None:
             opened = tokenizer.structural.type_of(id)
             token = "⟨eos⟩" if id == tokenizer.eos_id else "" if opened is None else opened.token
             yield Piece((id,), kind, supervised, None, token)
-            start += 1
+            head = True
             continue
-        end = start
-        while end < len(tokens) and tokenizer.token_bytes(tokens[end][0]) is not None:
-            end += 1
-        yield from _text_pieces(tokens[start:end], tokenizer)
-        start = end
-
-
-def _text_pieces(tokens: Sequence[tuple[int, BlockType, bool]], tokenizer: PlainTokenizer) -> Iterator[Piece]:
-    """The pieces of a run of text ids, which was encoded as one string."""
-    parts = [tokenizer.token_bytes(id) or b"" for id, _, _ in tokens]
-    parts[0] = parts[0][_prefix_length([id for id, _, _ in tokens], b"".join(parts), tokenizer) :]
-    held: list[int] = []
-    data = b""
-    for index, ((id, kind, supervised), part) in enumerate(zip(tokens, parts, strict=True)):
         held.append(id)
-        data += part
-        last = index + 1 == len(tokens) or tokens[index + 1][1:] != (kind, supervised)
-        if last or not _is_cut(data):
+        data += part.removeprefix(blank) if head else part
+        head = False
+        following = tokens[index + 1] if index + 1 < len(tokens) else None
+        ends = following is None or following[1:] != (kind, supervised) or tokenizer.token_bytes(following[0]) is None
+        if ends or not _is_cut(data):
             yield Piece(tuple(held), kind, supervised, data.decode("utf-8", "surrogateescape"))
             held, data = [], b""
-
-
-def _prefix_length(ids: list[int], data: bytes, tokenizer: PlainTokenizer) -> int:
-    """Bytes at the head of a run that belong to the vocabulary's way of writing, not to the text."""
-    try:
-        text = tokenizer.decode(ids).encode("utf-8")
-    except ValueError:
-        return 0
-    return len(data) - len(text) if data.endswith(text) else 0
 
 
 def _is_cut(data: bytes) -> bool:
@@ -143,32 +132,32 @@ def counts(example: Example, tokenizer: PlainTokenizer) -> list[Count]:
         tokens[piece.kind] += len(piece.ids)
         blocks[piece.kind] += bool(piece.token)
         supervised[piece.kind] += len(piece.ids) * piece.supervised
-    rows = [Count(kind.name.lower(), blocks[kind], tokens[kind], supervised[kind]) for kind in sorted(tokens)]
-    return [*rows, Count("all", blocks.total(), tokens.total(), supervised.total())]
+    rows = [Count(kind, blocks[kind], tokens[kind], supervised[kind]) for kind in sorted(tokens)]
+    return [*rows, Count(None, blocks.total(), tokens.total(), supervised.total())]
 
 
 def visible(text: str) -> str:
     """Text that no terminal obeys and that hides nothing; line breaks and tabs stay."""
-    return _HIDDEN.sub(lambda match: _mark(match[0]), text)
-
-
-def _mark(character: str) -> str:
-    code = ord(character)
-    # where "surrogateescape" puts bytes
-    return f"⟨0x{code - 0xDC00:02X}⟩" if 0xDC80 <= code <= 0xDCFF else f"⟨U+{code:04X}⟩"
+    return "".join(part for part, _ in _parts(text))
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Text to show, cut into (part, whether it is plain text); line breaks come by themselves."""
+    """Text cut into (what to show, whether it stands for itself); line breaks come by themselves."""
     for number, part in enumerate(_SPLIT.split(text)):
-        if part:
-            yield (part, True) if number % 2 == 0 or part == "\n" else (_mark(part), False)
+        if number % 2 and part != "\n":
+            code = ord(part)
+            # "surrogateescape" puts bytes there
+            yield (f"⟨0x{code - 0xDC00:02X}⟩" if 0xDC80 <= code <= 0xDCFF else f"⟨U+{code:04X}⟩"), False
+        elif part:
+            yield part, True
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
 
 _DIM = Style(dim=True)
-_SPACES = str.maketrans({" ": "␣", "\t": "⇥", "\n": "⏎"})
+_SPACES = str.maketrans(
+    {" ": "␣", "\t": "⇥", "\n": "⏎", "\N{ZERO WIDTH NON-JOINER}": "⟨U+200C⟩", "\N{ZERO WIDTH JOINER}": "⟨U+200D⟩"}
+)
 
 
 class _Line:
@@ -178,7 +167,13 @@ class _Line:
         self.kind = kind
         self.header = header
         self.marks: set[bool] = set()
-        self.body = Text(tab_size=4)
+        self.strokes: list[tuple[str, Style]] = []
+
+    @property
+    def body(self) -> Text:
+        """What the line says; neighbours of one style are set as one."""
+        runs = groupby(self.strokes, key=lambda stroke: stroke[1])
+        return Text.assemble(*(("".join(text for text, _ in run), style) for style, run in runs))
 
     @property
     def gutter(self) -> Text:
@@ -192,7 +187,7 @@ def render_text(example: Example, tokenizer: PlainTokenizer, *, ids: bool = Fals
     """The example for a terminal: one line a line of text, a heavy bar beside supervised ones, then the counts.
 
     Supervised text is bold too, which tells what is supervised where a line is only in part (a broken bar).
-    ids: show each token as id:text, with its blanks, tabs and line breaks made visible.
+    ids: show each token as id:text, with its blanks, tabs, line breaks and joiners made visible.
     """
     return Text("\n").join(gutter + body for gutter, body in _rows(example, tokenizer, ids))
 
@@ -202,10 +197,10 @@ def _rows(example: Example, tokenizer: PlainTokenizer, ids: bool) -> Iterator[tu
     for line in _lines(example, tokenizer, ids):
         yield line.gutter, line.body
     yield Text(), Text()
-    yield Text(), Text(f"{'block':<6}{'blocks':>8}{'tokens':>9}{'supervised':>13}{'share':>9}", _DIM)
+    yield Text(), Text(f"{'block':<6}{'blocks':>8}{'tokens':>9}{'┃ supervised':>14}{'share':>9}", _DIM)
     for row in counts(example, tokenizer):
         style = Style(bold=True) if row.kind is None else Style(color=COLOURS[row.kind])
-        figures = f"{row.blocks:>8,}{row.tokens:>9,}{row.supervised:>13,}{row.share:>9}"
+        figures = f"{row.blocks:>8,}{row.tokens:>9,}{row.supervised:>14,}{row.share:>9}"
         yield Text(), Text.assemble((f"{row.name:<6}", style), (figures, "bold" if row.kind is None else ""))
 
 
@@ -218,13 +213,13 @@ def _lines(example: Example, tokenizer: PlainTokenizer, ids: bool) -> Iterator[_
             if line.marks:
                 yield line
             line = _Line(piece.kind, header=bool(piece.token))
-        if ids and line.body:
-            line.body.append("  ")
+        if ids and line.strokes:
+            line.strokes.append(("  ", _DIM))
         for text, style in _strokes(piece, ids):
             line.kind = piece.kind
             line.marks.add(piece.supervised)
             if text != "\n":
-                line.body.append(text, style)
+                line.strokes.append((text, style))
                 continue
             yield line
             line = _Line(piece.kind)
@@ -254,39 +249,124 @@ def _strokes(piece: Piece, ids: bool) -> Iterator[tuple[str, Style]]:
 
 # --- HTML ---------------------------------------------------------------------------------------------------------
 
+_CSS = """
+.smi-preview{--paper:#fff;--ink:#22262e;--soft:#69707d;--line:#e3e6eb;--tint:15%;background:var(--paper);
+  color:var(--ink);padding:16px 20px;border:1px solid var(--line);border-radius:8px;font:13px/1.5 system-ui,sans-serif}
+@media (prefers-color-scheme:dark){.smi-preview{--paper:#16181d;--ink:#dfe3ea;--soft:#949cab;--line:#2d323b;--tint:26%}}
+.smi-preview .sum{display:flex;flex-wrap:wrap;gap:4px 18px;align-items:baseline;color:var(--soft)}
+.smi-preview .sum strong{font-size:16px;color:var(--ink)}
+.smi-preview label{margin-left:auto;cursor:pointer}
+.smi-preview input{vertical-align:-2px;margin:0 4px 0 0}
+.smi-preview .bar{display:flex;gap:2px;height:8px;margin:8px 0 6px;border-radius:4px;overflow:hidden}
+.smi-preview .bar i{background:var(--c);min-width:2px}
+.smi-preview .bar i.ctx{opacity:.4}
+.smi-preview table{border-collapse:collapse;margin:0 0 14px;font-size:12px;font-variant-numeric:tabular-nums}
+.smi-preview tr{background:none!important}
+.smi-preview th,.smi-preview td{padding:0 0 0 20px;border:0;background:none;color:var(--ink);text-align:right}
+.smi-preview th{color:var(--c,var(--soft))}
+.smi-preview th:first-child{padding:0;font-weight:400;text-align:left}
+.smi-preview th:last-child,.smi-preview td:last-child{color:var(--ink);font-weight:600}
+.smi-preview .b{position:relative;margin:0;padding:3px 90px 3px 12px;border-left:3px solid var(--line);
+  font:12.5px/1.75 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
+  white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
+.smi-preview .b.all{border-left-color:var(--c)}
+.smi-preview .b::after{content:attr(data-n);position:absolute;right:8px;top:3px;font-size:11px;color:var(--soft)}
+.smi-preview .b.eot{margin-bottom:12px}
+.smi-preview .b b{padding:1px 6px;border-radius:4px;background:var(--c);color:#fff;font-weight:600}
+.smi-preview .b .s{background:color-mix(in srgb,var(--c) var(--tint),transparent);
+  box-shadow:0 2px 0 color-mix(in srgb,var(--c) 70%,transparent)}
+.smi-preview .b b.s{background:var(--c)}
+.smi-preview .b i{font-size:11px;font-style:normal;border:1px solid var(--soft);border-radius:3px;color:var(--soft)}
+.smi-preview:has(input:checked) .b [title]{unicode-bidi:isolate}
+.smi-preview:has(input:checked) .b [title]::before{content:attr(title);margin:0 2px 0 3px;padding:0 3px;
+  border-radius:3px;background:var(--line);color:var(--soft);font-size:9px;font-weight:400}
+"""
+
 
 def render_html(example: Example, tokenizer: PlainTokenizer, *, ids: bool = False) -> str:
     """The example as one HTML element, self-contained: no script, no remote resource, every payload escaped.
 
-    Supervised tokens are underlined and tinted. Ids show at the pointer, or at all tokens with the box ticked.
-    ids: tick it from the start.
+    Supervised tokens are tinted and underlined. An id shows at the pointer, and all of them with the box ticked.
+    ids: ticked from the start. The text of the stream can be copied from the page as it is.
     """
-    rows = counts(example, tokenizer)
-    total = rows.pop()
-    bar = "".join(
-        f'<i class="{row.name}" style="flex:{part}" title="{row.name}: {row.tokens:,} tokens"{style}></i>'
+    *rows, total = counts(example, tokenizer)
+    bar = [
+        f'<i class="{row.name}{name}" style="flex:{tokens}" title="{row.name}: {tokens:,} tokens"></i>'
         for row in rows
-        for part, style in ((row.supervised, ""), (row.tokens - row.supervised, " class"))
-        if part
+        for name, tokens in (("", row.supervised), (" ctx", row.tokens - row.supervised))
+        if tokens
+    ]
+    columns = [
+        (f'<th class="{row.name}">{row.name}', f"{row.blocks:,}", f"{row.tokens:,}", f"{row.supervised:,}", row.share)
+        for row in (*rows, total)
+    ]
+    names, *figures = zip(*columns, strict=True)
+    table = [f"<tr><th>{''.join(names)}"]
+    for title, cells in zip(("blocks", "tokens", "supervised", "share"), figures, strict=True):
+        table.append(f"<tr><th>{title}<td>{'<td>'.join(cells)}")
+    colours = [f".smi-preview .{kind.name.lower()}{{--c:{colour}}}\n" for kind, colour in COLOURS.items()]
+    return "".join(
+        (
+            f'<div class="smi-preview"><style>{_CSS}{"".join(colours)}</style>',
+            f'<div class="sum"><strong>{total.tokens:,} tokens</strong>',
+            f"<span>{total.supervised:,} supervised ({total.share}): tinted and underlined</span>",
+            f'<label><input type="checkbox"{" checked" if ids else ""}>token ids</label></div>',
+            f'<div class="bar">{"".join(bar)}</div>',
+            f"<table>{''.join(table)}</table>",
+            *map(_section, _sections(pieces(example, tokenizer))),
+            "</div>",
+        )
     )
-    return bar
+
+
+def _sections(stream: Iterable[Piece]) -> list[list[Piece]]:
+    """The pieces block by block."""
+    sections: list[list[Piece]] = []
+    for piece in stream:
+        if not sections or piece.token or piece.kind is not sections[-1][-1].kind:
+            sections.append([])
+        sections[-1].append(piece)
+    return sections
+
+
+def _section(section: list[Piece]) -> str:
+    tokens = sum(len(piece.ids) for piece in section)
+    name = section[0].kind.name.lower() + (" all" if all(piece.supervised for piece in section) else "")
+    opening = f'<div class="b {name}" data-n="{tokens:,} token{"s"[: tokens != 1]}">'
+    return "".join((opening, *map(_element, section), "</div>\n"))
+
+
+def _element(piece: Piece) -> str:
+    tag = "b" if piece.token else "span"
+    supervised = ' class="s"' if piece.supervised else ""
+    if piece.token:
+        text = escape(piece.token)
+    elif piece.text is None:
+        text = f"<i>⟨{piece.ids[0]}⟩</i>"
+    else:
+        text = "".join(escape(part) if plain else f"<i>{part}</i>" for part, plain in _parts(piece.text))
+    return f'<{tag}{supervised} title="{" ".join(map(str, piece.ids))}">{text}</{tag}>'
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Preview:
-    """A compiled example that shows itself, in a notebook and with rich's `print`."""
+    """A compiled example that shows itself: in a notebook, and with rich's `print` in a terminal.
+
+    ids: show token ids.
+    """
 
     example: Example
     tokenizer: PlainTokenizer
+    ids: bool = False
 
     def __repr__(self) -> str:
         return f"Preview({self.example.input_ids.size:,} tokens, {self.example.supervised_tokens:,} supervised)"
 
     def _repr_html_(self) -> str:
-        return render_html(self.example, self.tokenizer)
+        return render_html(self.example, self.tokenizer, ids=self.ids)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         for gutter, body in _rows(self.example, self.tokenizer, self.ids):
             # each row of a long line gets the gutter, so that a payload cannot reach the first columns
-            for row in body.wrap(console, max(options.max_width - gutter.cell_len, 1), overflow="fold"):
+            for row in body.wrap(console, max(options.max_width - gutter.cell_len, 1), tab_size=4, overflow="fold"):
                 yield gutter + row

@@ -247,18 +247,20 @@ def install_structural_tokens(
     model: anything with transformers' embedding accessors. Its input embedding and untied head grow if they
     are too short, and the new rows start as `grow_embeddings` says.
     slots: 10, or 32 for the reserved rows as well, which no payload, sampler or loss of this package ever uses.
-    sequence_tokens: call slots 10 and 11 `<|bos|>` and `<|eos|>` and make them the tokenizer's own, for one that
-    has no end of sequence. Ids of a tokenizer that already reserves these slots stay as they are, so it is refused.
+    A tokenizer that has reserved rows keeps the slots it has.
+    sequence_tokens: with 32 slots, call slots 10 and 11 `<|bos|>` and `<|eos|>` and make them the tokenizer's
+    own, for one that has no end of sequence.
     init, seed: of the new rows.
 
-    Raises ValueError when `slots` is neither, or when the tokenizer does not keep a token in one piece.
+    Raises ValueError when `slots` is neither, when sequence tokens would rename reserved rows, or when the
+    tokenizer does not keep a token in one piece.
     """
     from transformers import AddedToken
 
-    names = slot_tokens(slots, sequence_tokens)
     known = len(tokenizer)
     vocabulary = tokenizer.get_vocab()
-    check_slots(names, vocabulary)
+    slots, sequence_tokens = settled_slots(vocabulary, slots, sequence_tokens)
+    names = slot_tokens(slots, sequence_tokens)
     fresh = [name for name in names if name not in vocabulary]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
     if sequence_tokens:
@@ -273,10 +275,20 @@ def install_structural_tokens(
     return ids
 
 
-def check_slots(names: Sequence[str], present: Collection[str]) -> None:
-    """Refuse, with ValueError, slot names that would rename a slot which a tokenizer already reserves."""
-    if SEQUENCE_TOKENS[0] in names and f"<|smi_reserved_{len(STRUCTURAL_TOKENS)}|>" in present:
+def settled_slots(present: Collection[str], slots: int, sequence_tokens: bool) -> tuple[int, bool]:
+    """The slots and sequence tokens asked for, or those of a tokenizer whose vocabulary has reserved rows already.
+
+    Raises ValueError where the sequence tokens would rename rows that are reserved.
+    """
+    reserved = slot_tokens(SLOTS)[len(STRUCTURAL_TOKENS) :]
+    first, others = reserved[: len(SEQUENCE_TOKENS)], reserved[len(SEQUENCE_TOKENS) :]
+    if sequence_tokens and any(name in present for name in first):
         raise ValueError("slots 10 and 11 are reserved in this tokenizer already, and rows are never renamed")
+    if all(name in present for name in first):
+        return SLOTS, False
+    if all(name in present for name in (*SEQUENCE_TOKENS, *others)):
+        return SLOTS, True
+    return slots, sequence_tokens
 
 
 def grow_embeddings(model: Any, rows: int, new: Sequence[int], known: int, seed: int = 0, init: Init = "mean") -> None:

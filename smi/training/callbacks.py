@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from smi.data.batch import PackedBatch
+from smi.training.checkpoint import list_checkpoints
 
 # seconds between the lines of a run whose output is no terminal
 LINE_EVERY = 10.0
@@ -115,9 +116,14 @@ class ProgressReport(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop()
         if trainer.is_global_zero and isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            saved = list_checkpoints(self.run_dir / "checkpoints")
+            rest = (
+                f"the same command with paths.run_dir={self.run_dir} resume=auto goes on from {saved[-1].name}"
+                if saved
+                else "there is no checkpoint yet"
+            )
             self.console.print(
-                f"stopped in step {trainer.global_step + 1}; the same command with paths.run_dir={self.run_dir} "
-                "resume=auto goes on from the last checkpoint",
+                f"stopped in step {trainer.global_step + 1}; {rest}",
                 highlight=False,
                 soft_wrap=True,
             )

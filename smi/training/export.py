@@ -48,23 +48,30 @@ def export_model(
         save_native(model, draft / NATIVE_FILE)
     tokenizer.save_pretrained(draft)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
-    (draft / "README.md").write_text(_card(model, tokenizer, formats, figures), encoding="utf-8")
+    write_card(draft, model, tokenizer, formats, figures)
     if directory.exists():
         shutil.rmtree(directory)
     os.replace(draft, directory)
     return directory
 
 
-def _card(model: RWKV7ForCausalLM, tokenizer: Tokenizer, formats: Sequence[str], figures: Mapping[str, Any]) -> str:
+def write_card(
+    directory: Path,
+    model: RWKV7ForCausalLM,
+    tokenizer: Tokenizer,
+    formats: Sequence[str],
+    figures: Mapping[str, Any],
+) -> None:
+    """Writes the export's README.md: what the model is, the run's figures, how to load it."""
     config = model.config
     first, *_, last = tokenizer.structural.ids
-    rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
+    rows = "\n".join(f"| {name} | {_short(value)} |" for name, value in figures.items())
     native = (
         f"\n`{NATIVE_FILE}` is the same model in the native RWKV layout, for the `rwkv` package and other runtimes.\n"
         if "native" in formats
         else ""
     )
-    return f"""---
+    text = f"""---
 library_name: smi
 tags: [rwkv7, state-model-interface]
 ---
@@ -88,3 +95,8 @@ model, tokenizer = load_pretrained("."), load_tokenizer(".")
 The ids of the structural tokens are in `smi_token_ids.json`. Insert them as ids; encode payloads with structural
 recognition off, as `smi.protocol.codec.encode` does. `chat_template.jinja` is for trusted messages alone.
 """
+    (directory / "README.md").write_text(text, encoding="utf-8")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

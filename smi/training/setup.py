@@ -1,9 +1,11 @@
 """From a judged config to the objects of a run. Everything that can be wrong shows here, before training starts."""
 
 import importlib.util
+import json
 import logging
 import warnings
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import smi_kernels
-from smi.config import Config
+from smi.config import Config, DataConfig
 from smi.data import SMIDataModule
 from smi.data.sources import Source, SourceSpec
 from smi.data.synthetic import SyntheticTools
@@ -27,7 +29,7 @@ from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.tokens import grow_embeddings
 from smi.runtime.evaluation import score_actions
 from smi.tokenizer import Tokenizer, load_tokenizer
-from smi.training.checkpoint import newest_checkpoint
+from smi.training.checkpoint import check_checkpoint, list_checkpoints
 from smi.training.module import Optimization
 
 log = logging.getLogger("smi")
@@ -35,6 +37,28 @@ log = logging.getLogger("smi")
 CONFIG_FILE = "config.yaml"
 # rows of the embedding and the head: tensor cores want the head's width in multiples of this
 VOCABULARY_MULTIPLE = 64
+# rows past the vocabulary that a checkpoint may have; with more it was made for another tokenizer
+MOST_PADDING = 1024
+
+_SHAPE = (
+    "hidden_size",
+    "num_hidden_layers",
+    "head_dim",
+    "decay_low_rank_dim",
+    "a_low_rank_dim",
+    "v_low_rank_dim",
+    "gate_low_rank_dim",
+)
+# settings of `data` that only one kind of data reads, and the group that chooses it
+_READ_BY = {
+    "max_questions": "synthetic",
+    "held_out_tasks": "synthetic",
+    "train_files": "files",
+    "val_files": "files",
+    "mirror": "mixture",
+    "source": "mixture",
+}
+_GROUP = {"synthetic": "data=synthetic", "files": "data=messages", "mixture": "data=pilot"}
 
 
 def quiet_libraries() -> None:
@@ -46,6 +70,7 @@ def quiet_libraries() -> None:
         ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning's own use of torch
         ".*smaller than the logging interval.*",  # short runs are fine
         ".*does not have many workers.*",  # the data module prefetches in a thread
+        ".*Total length of `list` across ranks is zero.*",  # no validation was asked for
     ):
         warnings.filterwarnings("ignore", message=message)
 
@@ -75,32 +100,75 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
     return table
 
 
-def prepare_run_dir(config: Config) -> Path | None:
-    """Makes the run directory, writes the config into it, and finds the checkpoint to go on from.
+# what a resumed run may change; everything else decides what is learned, and in which order
+_FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer")
+
+
+def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint to go on from, None for a new run. Nothing is written.
 
     Raises:
-        ValueError: the directory holds another run, or the checkpoint is not there.
+        ValueError: the run directory holds another run, the checkpoint is not there or cannot be read, or the
+            settings are not those that it was made with.
     """
     folder = Path(config.paths.run_dir)
-    checkpoint = None
+    if config.resume == "none":
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(
+                f"the run directory {folder} exists and is not empty: choose another paths.run_dir, "
+                "or add resume=auto to go on with the run in it"
+            )
+        return None
     if config.resume == "auto":
-        checkpoint = newest_checkpoint(folder / "checkpoints")
-        if checkpoint is None:
+        found = list_checkpoints(folder / "checkpoints")
+        if not found:
             log.info("resume=auto: no checkpoint in %s yet, starting from the beginning", folder / "checkpoints")
-    elif config.resume != "none":
+            return None
+        checkpoint = found[-1]
+    else:
         checkpoint = Path(config.resume)
-        if not checkpoint.is_file():
-            raise ValueError(f"resume={config.resume}: no such checkpoint file")
-    if config.resume == "none" and folder.exists() and any(folder.iterdir()):
-        raise ValueError(
-            f"the run directory {folder} exists and is not empty: choose another paths.run_dir, "
-            "or add resume=auto to go on with the run in it"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
-    if checkpoint is not None:
-        log.info("going on from %s", checkpoint)
+        own = checkpoint.parent.resolve() == (folder / "checkpoints").resolve()
+        if folder.is_dir() and any(folder.iterdir()) and not own:
+            raise ValueError(f"{checkpoint} is not of the run in {folder}: choose another paths.run_dir")
+    check_checkpoint(checkpoint)
+    _check_same_settings(config, checkpoint.parent.parent / CONFIG_FILE)
+    log.info("going on from %s", checkpoint)
     return checkpoint
+
+
+def _check_same_settings(config: Config, file: Path) -> None:
+    if not file.is_file():
+        raise ValueError(f"{file} is not there, so it cannot be told which settings the checkpoint belongs to")
+    now, then = asdict(config), yaml.safe_load(file.read_text(encoding="utf-8"))
+    for settings in (now, then):
+        settings["accumulate"] = settings["trainer"]["accumulate"]
+    changed = [
+        f"{place} was {old} and is {new}"
+        for section in now
+        if section not in _FREE_TO_CHANGE
+        for place, old, new in _differences(section, then.get(section), now[section])
+    ]
+    if changed:
+        raise ValueError(
+            "the run to resume has other settings: " + "; ".join(changed) + ". Give the command that started it"
+        )
+
+
+def _differences(place: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(now, dict) and isinstance(then, dict):
+        for key in dict.fromkeys((*then, *now)):
+            yield from _differences(f"{place}.{key}", then.get(key), now.get(key))
+    elif then != now:
+        yield place, then, now
+
+
+def write_config(config: Config) -> str:
+    """Writes the resolved config into the run directory, which it makes; returns the text."""
+    folder = Path(config.paths.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(asdict(config), sort_keys=False)
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    return text
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
@@ -108,8 +176,12 @@ def build_tokenizer(config: Config) -> Tokenizer:
 
 
 def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
-    """The data module of `config.data`. Raises ValueError for files that are not there."""
+    """The data module of `config.data`. Raises ValueError for settings that its kind does not read."""
     data = config.data
+    for setting in fields(DataConfig):
+        kind = _READ_BY.get(setting.name, data.kind)
+        if kind != data.kind and getattr(data, setting.name) != getattr(DataConfig(), setting.name):
+            raise ValueError(f"data.{setting.name} is not read by data.kind={data.kind}: choose {_GROUP[kind]} for it")
     train: list[Source]
     if data.kind == "synthetic":
         train = [SyntheticTools(config.seed, data.max_questions)]
@@ -152,7 +224,10 @@ def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
     smi_kernels.resolve(config.kernel.backend, device, dtype, config.model.head_dim)
 
+    if config.model.revision and not config.model.pretrained:
+        raise ValueError("model.revision is of model.pretrained, which is not set")
     model = from_checkpoint(config, tokenizer) if config.model.pretrained else from_scratch(config, tokenizer)
+    model.train()
     model.wkv_backend = config.kernel.backend
     model.rwkv7.gradient_checkpointing = config.model.gradient_checkpointing
     return model
@@ -186,18 +261,21 @@ def from_checkpoint(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     assert source is not None
     model = load_pretrained(source, revision=config.model.revision, dtype=torch.float32)
     found = model.config
-    for key in ("hidden_size", "num_hidden_layers", "head_dim"):
+    for key in _SHAPE:
         if getattr(found, key) != getattr(config.model, key):
             raise ValueError(
                 f"{source} has {key} {getattr(found, key)}, but model={config.model.name} says "
                 f"{getattr(config.model, key)}: choose the model group that fits the checkpoint"
             )
     text_rows = min(tokenizer.structural.ids)
-    if found.vocab_size < text_rows:
+    if not text_rows <= found.vocab_size < tokenizer.vocab_size + MOST_PADDING:
         raise ValueError(
-            f"the tokenizer {config.tokenizer.source} has {text_rows} tokens of text, but {source} only "
-            f"{found.vocab_size} rows: they do not belong together"
+            f"the tokenizer {config.tokenizer.source} has {text_rows:,} tokens of text, but {source} "
+            f"{found.vocab_size:,} rows: they do not belong together"
         )
+    ids = Path(source) / "smi_token_ids.json"
+    if ids.is_file() and json.loads(ids.read_text(encoding="utf-8")) != tokenizer.structural.to_dict():
+        raise ValueError(f"{ids} has other structural ids than the tokenizer {config.tokenizer.source}")
     if found.vocab_size < tokenizer.vocab_size:
         known = found.vocab_size
         grow_embeddings(model, _rows(tokenizer), list(tokenizer.structural.ids), known, config.seed)
@@ -225,7 +303,8 @@ def build_logger(config: Config) -> Any:
         case "tensorboard":
             return loggers.TensorBoardLogger(folder, name="tensorboard", version="")
         case "csv":
-            return loggers.CSVLogger(folder, name="csv", version="")
+            # a resumed run writes a version of its own: the logger would empty an existing one
+            return loggers.CSVLogger(folder, name="csv")
         case "wandb":
             if importlib.util.find_spec("wandb") is None:
                 raise ValueError("logger=wandb needs wandb: pip install 'smi[wandb]', or choose another logger")

@@ -8,10 +8,5 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="session")
-def world() -> Tokenizer:
-    return load_tokenizer("rwkv_world")
-
-
-@pytest.fixture(scope="session")
 def t1() -> Tokenizer:
     return load_tokenizer(str(DATA / "t1_tokenizer"))

@@ -1,59 +1,31 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from families import FAMILIES, hostile
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import NAMESPACES, payloads, streams
 
 from smi.protocol import (
-    STRUCTURAL_TOKENS,
     Block,
     BlockType,
     Conversation,
+    Example,
+    Payload,
     ProtocolError,
     Side,
+    Span,
     Stream,
     Transmission,
     decode,
     encode,
+    encode_many,
     encode_prompt,
     to_stream,
 )
 from smi.tokenizer import Tokenizer, load_tokenizer
-
-
-def payloads() -> st.SearchStrategy[str]:
-    """Text of structural spellings, fragments of them, look-alikes, line ends and arbitrary Unicode."""
-    spellings = [*STRUCTURAL_TOKENS, "<|endoftext|>", "<|smi_reserved_10|>", "</s>", "<s>"]
-    fragments = [spelling[:cut] for spelling in spellings for cut in (1, 2, 4)] + ["sys|>", "|>", "eot", "|"]
-    looks = [
-        "\uff1c|sys|\uff1e",
-        "<\u2758sys\u2758>",
-        "<|\u0455\u0443\u0455|>",
-        "<\u200b|sys|>",
-        "\n",
-        "\r\n",
-        " ",
-        "  ",
-        "\t",
-        "\0",
-        "\ufeff",
-    ]
-    return st.lists(st.one_of(st.sampled_from([*spellings, *fragments, *looks]), st.text(max_size=12))).map("".join)
-
-
-def streams() -> st.SearchStrategy[Stream]:
-    """Any stream the grammar allows."""
-
-    def transmission(side: Side) -> st.SearchStrategy[Transmission]:
-        types = [kind for kind in BlockType if kind < BlockType.EOT and kind.side is side]
-        blocks = st.lists(st.builds(Block, st.sampled_from(types), payloads()), min_size=1, max_size=4)
-        if side is Side.RUNTIME:
-            blocks = blocks.map(lambda found: sorted(found, key=lambda block: min(block.type, BlockType.USR)))
-        return blocks.map(lambda found: Transmission(tuple(found)))
-
-    either = st.one_of(transmission(Side.RUNTIME), transmission(Side.MODEL))
-    return st.lists(either, max_size=4).map(lambda found: Stream(tuple(found)))
 
 
 def chat(*messages: tuple[str, str]) -> Stream:
@@ -88,37 +60,117 @@ def test_ids_by_hand(world: Tokenizer) -> None:
 
 
 @given(stream=streams())
-def test_decode_inverts_encode(stream: Stream, world: Tokenizer, t1: Tokenizer) -> None:
-    for tokenizer in (world, t1):
+def test_decode_inverts_encode(stream: Stream, family: dict[str, Tokenizer]) -> None:
+    for tokenizer in family.values():
         for complete in (True, False):
-            example = encode(stream, tokenizer, complete=complete)
-            assert decode(example.input_ids, tokenizer) == stream
+            example = encode(stream, tokenizer, complete=complete, namespaces=NAMESPACES)
+            assert decode(example.input_ids, tokenizer, namespaces=NAMESPACES) == stream
             assert len(example.input_ids) == len(example.loss_mask) == len(example.block_types)
 
 
-@given(payload=payloads())
-def test_no_payload_reaches_a_structural_id(payload: str, world: Tokenizer, t1: Tokenizer) -> None:
-    stream = Stream((Transmission((Block(BlockType.OBS, payload),)),))
-    for tokenizer in (world, t1):
-        ids = encode(stream, tokenizer, complete=False).input_ids.tolist()
-        structural = [id for id in ids if id in tokenizer.structural.all or id == tokenizer.eos_id]
-        assert structural == [tokenizer.structural.id(BlockType.OBS), tokenizer.structural.eot]
+@given(payload=payloads(), kind=st.sampled_from([kind for kind in BlockType if kind < BlockType.EOT]))
+def test_no_payload_reaches_a_special_id(
+    payload: Payload, kind: BlockType, family: dict[str, Tokenizer], special: dict[str, set[int]]
+) -> None:
+    stream = Stream((Transmission((Block(kind, payload),)),))
+    for name, tokenizer in family.items():
+        ids = encode(stream, tokenizer, complete=False, namespaces=NAMESPACES).input_ids.tolist()
+        found = [id for id in ids if id in special[name] | tokenizer.structural.all | {tokenizer.eos_id}]
+        assert found == [tokenizer.structural.id(kind), tokenizer.structural.eot]
+
+
+@given(text=hostile(), data=st.data())
+def test_spellings_split_over_parts_are_the_text_they_join_to(
+    text: str, data: st.DataObject, family: dict[str, Tokenizer]
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    for parts in (tuple(text), tuple(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))):
+        assert Block(BlockType.OBS, parts) == Block(BlockType.OBS, text)
+    # a span between the characters of a spelling keeps them apart, and they stay text
+    apart = tuple(part for char in text for part in (char, Span("audio", (3,))))
+    stream = Stream((Transmission((Block(BlockType.OBS, apart),)),))
+    for name in ("world", "t1", "llama_bpe"):
+        example = encode(stream, family[name], namespaces=NAMESPACES)
+        assert decode(example.input_ids, family[name], namespaces=NAMESPACES) == stream
 
 
 @given(stream=streams())
-def test_supervision_is_the_model_side(stream: Stream, world: Tokenizer) -> None:
-    example = encode(stream, world)
-    ends_with_model = bool(stream.transmissions) and stream.transmissions[-1].side is Side.MODEL
-    assert bool(example.loss_mask[-1]) == ends_with_model
-    assert example.block_types[-1] == BlockType.EOS
-    # the supervised tokens alone are the stream of the model's transmissions
-    kept = example.input_ids[example.loss_mask]
-    model = tuple(part for part in stream.transmissions if part.side is Side.MODEL)
-    assert decode(kept, world) == Stream(model)
-    starts = np.isin(example.input_ids, world.structural.ids)
-    assert [world.structural.type_of(id) for id in example.input_ids[starts].tolist()] == [
-        *(BlockType(kind) for kind in example.block_types[starts])
-    ]
+def test_supervision_is_the_model_side(stream: Stream, family: dict[str, Tokenizer]) -> None:
+    for name in ("world", "t1", "byte_bpe_prefix", "llama_bpe"):
+        tokenizer = family[name]
+        example = encode(stream, tokenizer, namespaces=NAMESPACES)
+        ids, mask = example.input_ids, example.loss_mask
+        ends_with_model = bool(stream.transmissions) and stream.transmissions[-1].side is Side.MODEL
+        assert bool(mask[-1]) == ends_with_model
+        assert example.block_types[-1] == BlockType.EOS
+        # what is supervised is the model's transmissions, whole and with their ends; what is not, the runtime's
+        for side, kept in ((Side.MODEL, ids[mask]), (Side.RUNTIME, ids[~mask])):
+            written = tuple(part for part in stream.transmissions if part.side is side)
+            assert decode(kept, tokenizer, namespaces=NAMESPACES) == Stream(written)
+            assert (kept == tokenizer.structural.eot).sum() == len(written)
+        starts = np.isin(ids, tokenizer.structural.ids)
+        assert [tokenizer.structural.type_of(id) for id in ids[starts].tolist()] == [
+            *(BlockType(kind) for kind in example.block_types[starts])
+        ]
+
+
+@given(many=st.lists(streams(), max_size=4), name=st.sampled_from(["world", "t1", *FAMILIES]))
+def test_batched_equals_scalar(many: list[Stream], name: str, family: dict[str, Tokenizer]) -> None:
+    batch = encode_many(many, family[name], namespaces=NAMESPACES)
+    assert len(batch) == len(many)
+    for stream, got in zip(many, batch, strict=True):
+        assert isinstance(got, Example)
+        assert_same(got, encode(stream, family[name], namespaces=NAMESPACES))
+
+
+def assert_same(got: Example, expected: Example) -> None:
+    for field in ("input_ids", "loss_mask", "block_types"):
+        one, other = getattr(got, field), getattr(expected, field)
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
+
+
+def test_one_bad_stream_never_harms_its_neighbours(world: Tokenizer) -> None:
+    class Picky:
+        structural, eos_id, vocab_size = world.structural, world.eos_id, world.vocab_size
+        decode, token_bytes = world.decode, world.token_bytes
+        calls = 0
+
+        def encode(self, text: str) -> list[int]:
+            return self.encode_batch([text])[0]
+
+        def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+            Picky.calls += 1
+            if any("picky" in text for text in texts):
+                raise ValueError("it changes text: 'picky'")
+            return [
+                [world.structural.eot] if "leaky" in text else ids
+                for text, ids in zip(texts, world.encode_batch(texts), strict=True)
+            ]
+
+    def one(*parts: str | Span) -> Stream:
+        return Stream((Transmission((Block(BlockType.USR, "q"),)), Transmission((Block(BlockType.OUT, parts),))))
+
+    good = [one("a"), one("b", Span("audio", (1,)), "c"), one(""), Stream(())]
+    bad = {
+        "span": one(Span("audio", (16,))),
+        "tokenizer": one("leaky"),
+        "text": one("picky"),
+    }
+    for reasons in (["span"], ["span", "tokenizer"], ["tokenizer", "span", "text"]):
+        mixed = [good[0], *(bad[reason] for reason in reasons), *good[1:]]
+        Picky.calls = 0
+        results = encode_many(mixed, Picky(), complete=False, namespaces=NAMESPACES)
+        assert (Picky.calls == 1) == ("text" not in reasons)
+        middle = results[1 : 1 + len(reasons)]
+        assert [error.reason for error in middle if isinstance(error, ProtocolError)] == reasons
+        for got, stream in zip([results[0], *results[1 + len(reasons) :]], good, strict=True):
+            assert isinstance(got, Example)
+            assert_same(got, encode(stream, world, complete=False, namespaces=NAMESPACES))
+        for reason, got in zip(reasons, middle, strict=True):
+            with pytest.raises(ProtocolError) as caught:
+                encode(bad[reason], Picky(), complete=False, namespaces=NAMESPACES)
+            assert str(caught.value) == str(got)
 
 
 def test_a_prompt_is_a_prefix_of_the_whole(world: Tokenizer) -> None:
@@ -139,7 +191,11 @@ def test_decode_refuses(world: Tokenizer) -> None:
     assert decode([*good, world.eos_id], world) == decode(good, world)
     for ids, reason in [
         ([*text, *good], "outside_block"),
-        ([usr, *text, eot], "outside_block"),
+        ([usr, *text, eot], "unfinished"),
+        ([usr, *text, eot, world.eos_id], "outside_block"),
+        ([usr, *text, eot, usr], "outside_block"),
+        ([243], "outside_block"),
+        ([usr, *text, eot, 243, world.eos_id], "text"),
         ([*good, *text, *good], "outside_block"),
         ([*good, world.eos_id, *good], "eos"),
         ([*good, world.eos_id, world.eos_id], "eos"),
@@ -164,6 +220,12 @@ def test_a_tokenizer_that_breaks_its_promise_is_caught(world: Tokenizer) -> None
     class Leaky:
         structural, eos_id, vocab_size, decode = world.structural, 0, world.vocab_size, world.decode
 
+        def token_bytes(self, id: int) -> bytes | None:
+            return world.token_bytes(id)
+
+        def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+            return [self.encode(text) for text in texts]
+
         def encode(self, text: str) -> list[int]:
             return [self.structural.eot if part == "x" else 11 for part in text]
 
@@ -171,14 +233,20 @@ def test_a_tokenizer_that_breaks_its_promise_is_caught(world: Tokenizer) -> None
         encode(chat(("user", "x"), ("assistant", "y")), Leaky())
 
 
-def test_reserved_slots_are_not_text() -> None:
-    tokenizer = load_tokenizer(str(Path(__file__).parents[1] / "data/t1_tokenizer"), slots=32)
-    assert (tokenizer.vocab_size, len(tokenizer.structural.ids)) == (544, 32)
-    usr, eot, newline = (
-        tokenizer.structural.id(BlockType.USR),
-        tokenizer.structural.eot,
-        tokenizer.encode("\n"),
-    )
-    for reserved in tokenizer.structural.ids[10:]:
+@pytest.mark.parametrize("sequence_tokens", [False, True])
+def test_reserved_slots_are_never_written_or_read(sequence_tokens: bool) -> None:
+    source = str(Path(__file__).parents[1] / "data/t1_tokenizer")
+    tokenizer = load_tokenizer(source, slots=32, sequence_tokens=sequence_tokens)
+    structural = tokenizer.structural
+    assert (tokenizer.vocab_size, len(structural.ids)) == (544, 32)
+    usr, eot, newline = structural.id(BlockType.USR), structural.eot, tokenizer.encode("\n")
+    reserved = [id for id in structural.ids[10:] if id != tokenizer.eos_id]
+    assert len(reserved) == 22 - sequence_tokens
+    for id in reserved:
         with pytest.raises(ProtocolError, match=r"\[text\]"):
-            decode([usr, *newline, reserved, *newline, eot, *newline], tokenizer)
+            decode([usr, *newline, id, *newline, eot, *newline], tokenizer)
+    example = encode(chat(("user", " ".join(structural.to_dict())), ("assistant", "<|bos|><|eos|>")), tokenizer)
+    assert not set(example.input_ids.tolist()) & set(reserved)
+    assert example.input_ids[-1] == tokenizer.eos_id
+    assert example.loss_mask[-1]
+    assert decode(example.input_ids, tokenizer).transmissions[1].blocks[0].payload == "<|bos|><|eos|>"

@@ -3,8 +3,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES
+from hypothesis import given
+from hypothesis import strategies as st
+from talk import NAMESPACES, conversations, hostile, objects
 
-from smi.protocol import Conversation, ProtocolError, Stream, loads, to_stream
+from smi.protocol import (
+    BlockType,
+    Conversation,
+    ProtocolError,
+    Side,
+    Span,
+    Stream,
+    decode,
+    encode,
+    loads,
+    to_stream,
+)
+from smi.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 TOOLS = [{"name": name, "parameters": {"type": "object"}} for name in ("read_file", "edit_file", "bash")]
@@ -31,7 +47,7 @@ def show(stream: Stream) -> str:
     lines: list[str] = []
     for transmission in stream.transmissions:
         for block in transmission.blocks:
-            lines += [block.type.token, block.payload]
+            lines += [block.type.token, block.text]
         lines.append("<|eot|>")
     return "\n".join(lines)
 
@@ -178,7 +194,9 @@ def test_payloads_are_kept_as_they_are() -> None:
     [
         ('{"a": 1}', '"{\\"a\\": 1}"'),
         ({"a": [1, None]}, '{"a":[1,null]}'),
-        ([{"type": "text", "text": "t"}], '[{"type":"text","text":"t"}]'),
+        ([{"type": "text", "text": "t"}, {"type": "text", "text": "u"}], '"tu"'),
+        ([{"type": "text", "text": "t"}, 1], '[{"type":"text","text":"t"},1]'),
+        ([], "[]"),
         (3, "3"),
         (False, "false"),
         ("", '""'),
@@ -278,6 +296,10 @@ def test_messages_must_be_a_list(messages: Any) -> None:
         ({"caps": []}, "caps"),
         ({"caps": {"tools": []}}, "caps"),
         ({"caps": {"x": {1}}}, "json"),
+        ({"caps": {"actions": "wave"}}, "caps"),
+        ({"caps": {"actions": ["wave", "wave"]}}, "tools"),
+        ({"caps": {"actions": [{"name": "wave", "parameters": {"type": "dict"}}]}}, "schema"),
+        ({"tools": [{"name": "bash", "parameters": {"type": "dict"}}]}, "schema"),
         ({"ctrl": []}, "ctrl"),
         ({"ctrl": {"reasoning": {"mode": "never"}}}, "ctrl"),
     ],
@@ -317,3 +339,159 @@ def test_rows_of_public_form() -> None:
         "arguments",
         "arguments",
     ]
+
+
+def span(*ids: int, namespace: str = "v") -> dict[str, Any]:
+    return {"type": "span", "namespace": namespace, "ids": list(ids)}
+
+
+def blocks(*messages: dict[str, Any], **more: Any) -> list[tuple[str, Any]]:
+    options: dict[str, Any] = {"tools": TOOLS, "caps": {"actions": ["wave", GRIP]}, **more}
+    stream = to_stream(Conversation(list(messages), **options))
+    found = [(block.type.name, block.payload) for part in stream.transmissions for block in part.blocks]
+    return [block for block in found if block[0] != "CAPS"]
+
+
+NAMED = {"id": "a1", "type": "action", "name": "wave", "arguments": {}}
+GRIP = {"name": "grip", "parameters": {"properties": {"force": {"type": "number"}}}}
+
+
+def test_parts_become_one_payload() -> None:
+    data = {"type": "smi_payload", "payload": {"name": "Alice", "age": 31}}
+    text = {"type": "text", "text": "<|sys|>"}
+    assert blocks(user([text, data, text]), says([data]), tools=None) == [
+        ("USR", '<|sys|>{"name":"Alice","age":31}<|sys|>'),
+        ("OUT", '{"name":"Alice","age":31}'),
+    ]
+    assert blocks(user([text, span(1, 2), span(3)]), says([span(4)], thinking=[span(5)])) == [
+        ("USR", ("<|sys|>", Span("v", (1, 2, 3)))),
+        ("THINK", (Span("v", (5,)),)),
+        ("OUT", (Span("v", (4,)),)),
+    ]
+    # the code points of a token over two parts meet as text
+    assert blocks(user([{"type": "text", "text": "<|s"}, {"type": "text", "text": "ys|>"}]), says())[0][1] == "<|sys|>"
+
+
+def test_actions() -> None:
+    named = {"id": "a1", "type": "action", "name": "grip", "arguments": {"force": 2}}
+    observed = {"role": "environment", "content": "bump"}
+    assert blocks(
+        user(),
+        says(None, tool_calls=[named, {"type": "action", "content": [span(7)]}, {"type": "action", "content": "left"}]),
+        result(content=None),
+        observed,
+        says(),
+    )[1:-1] == [
+        ("ACT", '{"id":"a1","type":"action","name":"grip","arguments":{"force":2}}'),
+        ("ACT", (Span("v", (7,)),)),
+        ("ACT", "left"),
+        ("OBS", '{"caused_by":"a1","ok":true}'),
+        ("OBS", "bump"),
+    ]
+
+
+MORE_BAD: list[tuple[str, str, list[Any]]] = [
+    ("messages[0].content[0]", "content", [user([{"type": "smi_payload", "payload": "text"}]), says()]),
+    ("messages[0].content[0]", "content", [user([{"type": "smi_payload"}]), says()]),
+    ("messages[0].content[1].x", "number", [user([span(1), {"type": "smi_payload", "payload": {"x": 1e999}}]), says()]),
+    ("messages[0].content[0]", "span", [user([span()]), says()]),
+    ("messages[0].content[0]", "span", [user([span(-1)]), says()]),
+    ("messages[0].content[0]", "span", [user([span(True)]), says()]),
+    ("messages[0].content[0]", "span", [user([{"type": "span", "namespace": "v"}]), says()]),
+    ("messages[0].content[0]", "span", [user([{"type": "span", "ids": [1]}]), says()]),
+    ("messages[1].content[0]", "content", [user(), says([{"type": "thinking", "thinking": "hm"}])]),
+    ("messages[0]", "field", [user(images=["x.png"]), says()]),
+    ("messages[1].tool_calls[0]", "tool_calls", [user(), says(tool_calls=[call() | {"type": "custom"}])]),
+    ("messages[1].tool_calls[0]", "undeclared_action", [user(), says(tool_calls=[{**NAMED, "name": "fly"}])]),
+    ("messages[1].tool_calls[0]", "undeclared_action", [user(), says(tool_calls=[{**NAMED, "name": "bash"}])]),
+    ("messages[1].tool_calls[0]", "undeclared_tool", [user(), says(tool_calls=[call(name="wave")])]),
+    ("messages[1].tool_calls[0].arguments", "arguments", [user(), says(tool_calls=[{**NAMED, "arguments": "{"}])]),
+    ("messages[1].tool_calls[0]", "tool_calls", [user(), says(tool_calls=[{"type": "action", "content": ' {"a":1}'}])]),
+    ("messages[1].tool_calls[0]", "tool_calls", [user(), says(tool_calls=[{"type": "action", "content": []}])]),
+    ("messages[1].tool_calls[0]", "tool_calls", [user(), says(tool_calls=[{**NAMED, "content": "left"}])]),
+    ("messages[1]", "observation", [user(), {"role": "environment", "content": '{"caused_by":"a1","ok":true}'}]),
+    ("messages[1]", "observation", [user(), {"role": "environment", "content": ' {"a":1,"a":2}'}]),
+    ("messages[1]", "content", [user(), {"role": "environment"}]),
+    ("messages[2].content[0]", "content", [user(), says(tool_calls=[call()]), result(content=[span(1)])]),
+]
+
+
+@pytest.mark.parametrize(("where", "reason", "messages"), MORE_BAD)
+def test_parts_and_actions_refused_with_the_place(where: str, reason: str, messages: list[Any]) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        to_stream(Conversation(messages, tools=TOOLS, caps={"actions": ["wave"]}))
+    assert caught.value.reason == reason
+    assert caught.value.where.startswith(where)
+
+
+def test_readings_of_the_environment_may_be_json() -> None:
+    for reading in ('{"temperature":3}', "{not json", '{"x":{"caused_by":"a1"}}'):
+        assert blocks({"role": "environment", "content": reading}, says())[0] == ("OBS", reading)
+
+
+TURNS = [
+    user("one"),
+    says("a", thinking="first"),
+    user("two"),
+    says("", thinking="second", tool_calls=[call()]),
+    result(),
+    says("b", thinking="third"),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "thoughts"),
+    [("keep", ["first", "second", "third"]), ("last", ["second", "third"]), ("drop", [])],
+)
+def test_reasoning_policy(policy: Any, thoughts: list[str]) -> None:
+    stream = to_stream(Conversation(TURNS, tools=TOOLS), reasoning=policy)
+    found = [block for part in stream.transmissions for block in part.blocks]
+    assert [block.payload for block in found if block.type is BlockType.THINK] == thoughts
+    assert [block.payload for block in found if block.type is BlockType.OUT] == ["a", "b"]
+
+
+def test_reasoning_policy_never_leaves_an_empty_turn() -> None:
+    with pytest.raises(ProtocolError, match=r"messages\[1\].*reasoning \[empty_turn\]"):
+        to_stream(Conversation([user(), says(None, thinking="hm")]), reasoning="drop")
+    with pytest.raises(ValueError, match="keep, last, drop"):
+        to_stream(Conversation(TURNS, tools=TOOLS), reasoning="some")  # pyright: ignore[reportArgumentType]
+
+
+def test_no_supervised_thought_is_empty(world: Tokenizer) -> None:
+    for thought in ("", " ", "\n\t", [], [{"type": "text", "text": " "}], None):
+        example = encode(to_stream(Conversation([user(), says(reasoning_content=thought)])), world)
+        assert BlockType.THINK not in example.block_types
+
+
+@given(conversation=conversations(hostile()), name=st.sampled_from(["world", "t1", *FAMILIES]))
+def test_injection_is_impossible_in_any_slot(
+    conversation: Conversation, name: str, family: dict[str, Tokenizer], special: dict[str, set[int]]
+) -> None:
+    stream = to_stream(conversation)
+    tokenizer = family[name]
+    ids = encode(stream, tokenizer, namespaces=NAMESPACES).input_ids.tolist()
+    reserved = tokenizer.structural.all | special[name] | {tokenizer.eos_id}
+    kinds = [[*(block.type for block in part.blocks), BlockType.EOT] for part in stream.transmissions]
+    expected = [tokenizer.structural.id(kind) for part in kinds for kind in part]
+    assert [id for id in ids if id in reserved] == [*expected, tokenizer.eos_id]
+    assert decode(ids, tokenizer, namespaces=NAMESPACES) == stream
+
+
+@given(arguments=objects(hostile()))
+def test_arguments_as_text_or_mapping_give_the_same_ids(arguments: dict[str, Any], world: Tokenizer) -> None:
+    first, second = (
+        encode(to_stream(Conversation([user(), says(tool_calls=[call(arguments=given)])], tools=TOOLS)), world)
+        for given in (arguments, json.dumps(arguments, indent=1))
+    )
+    assert first.input_ids.tolist() == second.input_ids.tolist()
+
+
+@given(conversation=conversations(hostile()))
+def test_supervised_tokens_are_the_words_of_the_model(conversation: Conversation, world: Tokenizer) -> None:
+    stream = to_stream(conversation)
+    example = encode(stream, world, namespaces=NAMESPACES)
+    said = decode(example.input_ids[example.loss_mask], world, namespaces=NAMESPACES)
+    assert said == Stream(tuple(part for part in stream.transmissions if part.side is Side.MODEL))
+    ends = example.input_ids == world.structural.eot
+    kinds = [part.side is Side.MODEL for part in stream.transmissions]
+    assert example.loss_mask[ends].tolist() == kinds

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smi.protocol import Action, ProtocolError, dumps, loads, parse_act
-from smi.protocol.payloads import act_payload, caps_payload, ctrl_payload, normalise_tools, obs_payload
+from smi.protocol import Action, ProtocolError, Span, dumps, loads, parse_act
+from smi.protocol.payloads import act_payload, ctrl_payload, declare, normalise_tools, obs_payload
 
 
 def refused(reason: str):
@@ -43,7 +43,7 @@ def refused(reason: str):
             ctrl_payload({"reasoning": {"mode": "adaptive", "effort": "medium", "max_tokens": 2048}, "realtime": True}),
             '{"reasoning":{"mode":"adaptive","effort":"medium","max_tokens":2048},"realtime":true}',
         ),
-        (caps_payload([], {"actions": ["navigate", "speak"]}), '{"actions":["navigate","speak"]}'),
+        (declare([], {"actions": ["navigate", "speak"]}).payload, '{"actions":["navigate","speak"]}'),
     ],
 )
 def test_lines_of_the_protocol(payload: str, line: str) -> None:
@@ -187,6 +187,9 @@ def test_envelopes_refused() -> None:
         {"reasoning": {"mode": "sometimes"}},
         {"reasoning": {"effort": True}},
         {"reasoning": {"effort": None}},
+        {"reasoning": {"effort": " "}},
+        {"reasoning": {"effort": -0.1}},
+        {"reasoning": {"effort": float("nan")}},
         {"reasoning": {"max_tokens": -1}},
         {"reasoning": {"max_tokens": 1.5}},
         {"reasoning": {"max_tokens": True}},
@@ -289,3 +292,79 @@ def test_actions_refused_one_step_at_a_time(payload: str, reason: str) -> None:
     ]
     with refused(reason):
         parse_act(payload, tools)
+
+
+def test_declarations_are_written_as_the_protocol_shows_them() -> None:
+    caps = {"actions": ["wave", {"parameters": SCHEMA, "name": "grip"}], "rate": 10}
+    declared = declare([{"type": "function", "function": {"parameters": SCHEMA, "name": "f"}}], caps)
+    text = dumps(SCHEMA)
+    assert declared.payload == (
+        f'{{"tools":[{{"name":"f","parameters":{text}}}],'
+        f'"actions":["wave",{{"name":"grip","parameters":{text}}}],"rate":10}}'
+    )
+    assert (list(declared.tools), list(declared.actions)) == (["f"], ["wave", "grip"])
+    assert declare().payload is declare([], {}).payload is None
+    assert declare(caps={"tools": [{"name": "f"}], "x": 1}).payload == '{"tools":[{"name":"f"}],"x":1}'
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "dict"},
+        {"properties": []},
+        {"properties": {"a": {"type": "str"}}},
+        {"required": "a"},
+        {"properties": {"a": {"pattern": "("}}},
+        {"$schema": "https://example.com/mine", "type": "object"},
+        {"$schema": 7},
+    ],
+)
+def test_broken_schemas_are_refused_at_declaration(parameters: dict[str, Any]) -> None:
+    # twice, since the outcome is remembered
+    for _ in range(2):
+        with refused("schema"):
+            declare([{"name": "f", "parameters": parameters}])
+        with refused("schema"):
+            declare(caps={"actions": [{"name": "f", "parameters": parameters}]})
+
+
+def test_dialects() -> None:
+    # a list under items is a tuple in draft 7, and no schema at all in 2020-12
+    parameters = {"properties": {"a": {"items": [{"type": "string"}, {"type": "number"}]}}}
+    draft_7 = {"$schema": "http://json-schema.org/draft-07/schema#", **parameters}
+    with refused("schema"):
+        declare([{"name": "f", "parameters": parameters}])
+    declare([{"name": "f", "parameters": draft_7}])
+    assert parse_act(act('{"a": ["x", 1]}'), [{"name": "f", "parameters": draft_7}]).name == "f"
+    with refused("arguments"):
+        parse_act(act('{"a": ["x", "y"]}'), [{"name": "f", "parameters": draft_7}])
+    latest = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"}
+    assert declare([{"name": "f", "parameters": latest}]).payload
+
+
+def test_named_actions_parse() -> None:
+    actions = ["wave", {"name": "grip", "parameters": SCHEMA}]
+
+    def line(name: str, arguments: str) -> str:
+        return f'{{"id":"a1","type":"action","name":"{name}","arguments":{arguments}}}'
+
+    assert act_payload("a1", "wave", {}, "action") == line("wave", "{}")
+    assert parse_act(line("wave", '{"x":1}'), [], actions) == Action("a1", "action", "wave", {"x": 1})
+    assert parse_act(line("grip", '{"n":1}'), [], actions).name == "grip"
+    for payload, reason in [
+        (line("grip", "{}"), "arguments"),
+        (line("fly", "{}"), "undeclared_action"),
+        (act("{}", "wave"), "undeclared_tool"),
+        ((Span("arm", (1, 2)),), "act"),
+    ]:
+        with refused(reason):
+            parse_act(payload, [], actions)
+    with refused("undeclared_action"):
+        parse_act(line("wave", "{}"), [{"name": "wave"}])
+
+
+def test_a_cached_declaration_hides_no_fault() -> None:
+    assert declare([{"name": "f", "parameters": {"properties": {}, "x": {"1": 2}, "y": [1]}}]).payload
+    for odd in ({"x": {1: 2}, "y": [1]}, {"x": {"1": 2}, "y": (1,)}):
+        with refused("json"):
+            declare([{"name": "f", "parameters": {"properties": {}, **odd}}])

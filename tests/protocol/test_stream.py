@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from smi.protocol import Block, BlockType, ProtocolError, Side, Stream, Transmission
+from smi.protocol import Block, BlockType, ProtocolError, Side, Span, Stream, Transmission
 
 
 def refused(reason: str):
@@ -51,6 +51,33 @@ def test_refusals() -> None:
         Block(BlockType.USR, "a\ud800b")
     with refused("text"):
         Block(BlockType.USR, None)  # pyright: ignore[reportArgumentType]
+
+
+def test_payloads_have_one_form() -> None:
+    image, more, sound = Span("image", (1, 2)), Span("image", (3,)), Span("audio", (0,))
+
+    def payload(*parts: str | Span) -> object:
+        return Block(BlockType.USR, parts).payload
+
+    assert payload() == payload("", "") == ""
+    assert payload("a", "", "b") == "ab"
+    assert payload("a", "b", image, "", more, sound, "") == ("ab", Span("image", (1, 2, 3)), sound)
+    assert payload(image, " ", more) == (image, " ", more)
+    assert Block(BlockType.USR, ("a", image)).parts == ("a", image)
+    assert (Block(BlockType.USR, "a").parts, Block(BlockType.USR, "").parts) == (("a",), ())
+    assert Block(BlockType.USR, ("a", "b")).text == "ab"
+    with refused("text"):
+        _ = Block(BlockType.USR, ("a", image)).text
+    # a code point cannot be put together from halves
+    for parts in (("a", "\ud83d"), ("\ud83d", "\ude00"), ("a", 3)):
+        with refused("text"):
+            Block(BlockType.USR, parts)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("name", "ids"), [("", (1,)), (3, (1,)), ("a", ()), ("a", (-1,)), ("a", (True,)), ("a", [1])])
+def test_spans_refused(name: object, ids: object) -> None:
+    with refused("span"):
+        Span(name, ids)  # pyright: ignore[reportArgumentType]
 
 
 def test_errors_survive_pickling() -> None:
