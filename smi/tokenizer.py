@@ -71,8 +71,8 @@ class Tokenizer:
         self._encode_plain = _trie_encoder(self._pieces) if self._exact else _library_encoder(plain)
         # spellings that some vocabularies take for something other than text, the longest first
         awkward = {text for text, id in ids.items() if self._pieces[id] is None or text[:3] == "<0x"}
-        spellings = sorted((awkward | lost | {_BLANK}) - {""}, key=lambda text: (-len(text), text))
-        self._awkward = re.compile(f"({'|'.join(map(re.escape, spellings))})")
+        self._spellings = sorted((awkward | lost | {_BLANK}) - {""}, key=lambda text: (-len(text), text))
+        self._awkward = re.compile(f"({'|'.join(map(re.escape, self._spellings))})")
 
         identity = {
             "plain": plain,
@@ -139,14 +139,22 @@ class Tokenizer:
             ("smi_token_ids.json", self.structural.to_dict()),
         ):
             (target / file).write_text(json.dumps(value, ensure_ascii=False, indent=2), encoding="utf-8")
-        apart = (token["content"] for token in tokens if self._pieces[token["id"]] is None)
-        special = [*apart, *self._config[_MORE]]
+        special = self._not_text()
         template = files("smi.protocol").joinpath("chat_template.jinja").read_text(encoding="utf-8")
-        # a template sees the named tokens alone, and has to refuse every spelling that is no text to the compiler
+        # a template sees the named tokens alone, and has to refuse every spelling that only the compiler keeps as text
         slot, filled = "set special = []", f"set special = {json.dumps(special, ensure_ascii=False)}"
         assert slot in template
         template = template.replace(slot, filled)
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+    def _not_text(self) -> list[str]:
+        """Spellings that the library, left to itself, takes for something other than their text."""
+        apart = {token["content"] for token in self._document["added_tokens"] if self._pieces[token["id"]] is None}
+        if not self._exact:
+            texts = [self._prefix + text for text in self._spellings]
+            found = zip(self._spellings, texts, self._encode_plain(texts), strict=True)
+            apart |= {spelling for spelling, text, ids in found if self._bytes(ids) != text.encode()}
+        return sorted(apart)
 
     def _verified(self, ids: list[int], text: str) -> list[int]:
         data = text.encode("utf-8")

@@ -237,12 +237,16 @@ def test_every_special_token_is_refused(pairs: dict[str, tuple[Tokenizer, Any]])
                 rendered(library, {"messages": [user(f"a{spelling}b")]}, tokenize=False)
 
 
-def test_tokens_that_eat_blanks_are_refused_too(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
+def test_spellings_that_only_the_compiler_keeps_are_refused_too(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
     from jinja2.exceptions import TemplateError
 
     library = pairs["byte_bpe_strip"][1]
     with pytest.raises(TemplateError, match="spells <code>"):
         rendered(library, {"messages": [user("a <code> b")]}, tokenize=False)
+    # nor may a vocabulary take the spelling of a byte, or its own sign for a blank, for what they stand for
+    for name, spelling in (("unigram", "<0x0A>"), ("unigram", "▁"), ("llama_bpe", "▁")):
+        with pytest.raises(TemplateError, match="spells"):
+            rendered(pairs[name][1], {"messages": [user(f"a {spelling}")]}, tokenize=False)
     # an ordinary added token is text to both
     chat = {"messages": [user("a <tool> b"), {"role": "assistant", "content": "c"}]}
     example = encode(to_stream(Conversation(**chat)), pairs["byte_bpe_strip"][0])
