@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 DATA = Path(__file__).parent / "data"
 
 _slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("default", max_examples=100, deadline=None, suppress_health_check=_slow)
+# the same examples every time, so that a red run is red again; the full profile goes looking for new ones
+settings.register_profile("default", max_examples=200, derandomize=True, deadline=None, suppress_health_check=_slow)
 settings.register_profile("full", max_examples=2000, deadline=None, suppress_health_check=_slow)
 settings.load_profile("default")
 
