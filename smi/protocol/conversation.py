@@ -219,6 +219,9 @@ def _blocks(message: object, calls: _Calls, where: str, thinks: bool) -> list[Bl
         if message.get(field):
             raise ProtocolError("field", where, f"{field} is not supported; {advice}")
     if role == "assistant":
+        # a weight asks for less training than a supervised message gets: to overlook it would train on the unwanted
+        if message.get("weight") not in (None, 1):
+            raise ProtocolError("field", where, "every assistant message is trained on: a weight can only be 1")
         return _assistant(message, calls, where, thinks)
     for field in ("tool_calls", *_REASONING):
         if message.get(field):

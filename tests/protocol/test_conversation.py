@@ -235,6 +235,7 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("messages[0]", "field", [user(tool_calls=[call()]), says()]),
     ("messages[0]", "field", [user(thinking="hm"), says()]),
     ("messages[1]", "field", [user(), says(function_call={"name": "bash", "arguments": "{}"})]),
+    ("messages[1]", "field", [user(), says("hello", weight=0)]),
     ("messages[1]", "empty_turn", [user(), says("  \n\t ")]),
     ("messages[1]", "empty_turn", [user(), says(None, thinking=" ", tool_calls=[])]),
     ("messages[1]", "empty_turn", [user(), {"role": "assistant"}]),

@@ -204,6 +204,7 @@ def acts(arguments: Any = None, **more: Any) -> dict[str, Any]:
         [user(), acts(), {"role": "tool", "tool_call_id": "a1", "ok": False, "content": "no"}],
         [user(), {"role": "assistant", "content": " \n"}],
         [user(), {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}],
+        [user(), {"role": "assistant", "content": "hello", "weight": 0}],
         [user(), {"role": "system", "content": "late"}],
         [{"role": "wizard", "content": "x"}],
         [user([{"type": "image"}])],
