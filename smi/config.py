@@ -54,7 +54,10 @@ class TokenizerConfig:
 
 @dataclass
 class SourceConfig:
-    """Rows of one kind: files, and the adapter that reads them. `quota` is in supervised tokens an epoch."""
+    """Rows of one kind: files, and the adapter that reads them. `quota` is in supervised tokens an epoch.
+
+    `dataset`, `revision` and `licence` record where the files come from; they travel in the run's config.
+    """
 
     files: list[str] = MISSING
     adapter: str = MISSING

@@ -37,11 +37,8 @@ class Optimization:
     eps: float = 1e-18
 
 
-# rows of the table that a step, or a validation run, adds up; its columns are the block types
-TOKENS, LOSS, CORRECT = 0, 1, 2
-
-
 def _added(table: Tensor | None, sums: LossSums) -> Tensor:
+    """The table [3, types] that a step, or a validation run, adds up: tokens, losses, right predictions."""
     new = torch.stack([sums.tokens, sums.by_type, sums.correct]).double()
     return new if table is None else table + new
 
