@@ -12,20 +12,21 @@ where G's rows of ``a`` see earlier tokens and its rows of ``r`` their own as we
 independent from chunk to chunk, so that is all that runs in sequence. Segments of a packed row advance side by side,
 each in a lane of its own: a sequential step handles one chunk of every lane that is long enough.
 
-Steps run in groups. One group's intermediates are alive at a time, which bounds memory and keeps them in a CPU's
-cache; the backward pass saves the states at the groups' starts and the inverses T, and recomputes the rest.
+Heads run in blocks and steps in groups. One group's intermediates are alive at a time, which bounds memory and keeps
+them in a CPU's cache: products of matrices that are not there run at a third of the speed. The backward pass gets
+the states at the groups' starts and the inverses T, and recomputes the rest.
 
-The decays are relative to their own chunk: e^-W stays below e^(16 |w|), which float32 holds for any log decay
-above -5 (RWKV-7's lies in (-0.6065, 0)). The inverse is a triangular solve; inverting by doubling loses all
-digits on repeated keys.
+The decays are relative to their own chunk: e^-W stays below e^(16 |w|), which float32 holds with room for the keys
+for any log decay above -4 (RWKV-7's lies in (-0.6065, 0)). The inverse is a triangular solve; inverting by doubling
+loses all digits on repeated keys.
 
 The form is the WY representation of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
 (arXiv:2406.06484) with a diagonal decay.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -35,18 +36,20 @@ from smi_kernels.backend import Backend, Verdict
 from smi_kernels.inputs import segment_bounds, state_dtype
 
 CHUNK = 16
-# chunks times heads whose intermediates are alive together: about 80 KiB each at head size 64. Long enough for
-# batched products to pay, short enough for a cache. Many lanes may exceed it: fewer steps would save more states
-# than recomputing is worth.
-GROUP = 512
-MIN_STEPS = 8
+# chunks alive together, counted once per head: in a group, and in one of its steps where steps can be split by heads.
+# About 100 KiB each at head size 64, so that a group fits a CPU's cache; elsewhere long batches matter more.
+GROUP = {"cpu": 128}
+STEP = {"cpu": 32}
+GROUP_ELSEWHERE = 4096
+# fewer steps in a group would save more states than recomputing them is worth
+MIN_STEPS = 4
 
 
 @dataclass(frozen=True)
 class _Group:
     """Consecutive sequential steps; M chunks, ordered by step, then lane.
 
-    tokens: int64 [M * C] rows of a [B * T, H * N] view; tails point at row 0.
+    tokens: int64 [M * C] rows of a [B * T, H, N] view; tails point at row 0.
     held: int64 places in `tokens` that hold a token, or None when all do.
     tails: int64 places that hold none.
     active: lanes in each step, never more than in the step before.
@@ -57,19 +60,22 @@ class _Group:
     tails: Tensor
     active: tuple[int, ...]
 
-    def steps(self, heads: int) -> Iterator[slice]:
+    def steps(self, heads: int) -> list[slice]:
         """The rows of each step in the group's [M * H, ...] tensors."""
-        row = 0
-        for lanes in self.active:
-            yield slice(row, row + lanes * heads)
-            row += lanes * heads
+        ends = list(accumulate(lanes * heads for lanes in self.active))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How tokens are dealt into chunks. order: int64 [S] segment handled in each lane, longest first."""
+    """How heads are dealt into blocks and tokens into chunks.
+
+    order: int64 [S] segment handled in each lane, longest first.
+    heads: the blocks of heads, each of which goes through all groups.
+    """
 
     order: Tensor
+    heads: tuple[slice, ...]
     groups: tuple[_Group, ...]
 
 
@@ -82,10 +88,12 @@ def _layout(bounds: tuple[int, ...], heads: int, device: torch.device) -> _Layou
     starts, lengths, chunks = starts[order], lengths[order], chunks[order]
     active = [int((chunks > step).sum()) for step in range(int(chunks[0]))]
 
+    group_size = GROUP.get(device.type, GROUP_ELSEWHERE)
+    block = min(heads, max(1, STEP.get(device.type, GROUP_ELSEWHERE) // active[0]))
     groups = []
     first = 0
     while first < len(active):
-        last = min(first + max(MIN_STEPS, GROUP // (active[first] * heads)), len(active))
+        last = min(first + max(MIN_STEPS, group_size // (active[first] * block)), len(active))
         lane = torch.cat([torch.arange(n) for n in active[first:last]])
         step = torch.repeat_interleave(torch.arange(first, last), torch.tensor(active[first:last]))
         offset = step[:, None] * CHUNK + torch.arange(CHUNK)  # [M, C] inside the segment
@@ -96,186 +104,200 @@ def _layout(bounds: tuple[int, ...], heads: int, device: torch.device) -> _Layou
         tails = (~holds).nonzero().squeeze(1).to(device)
         groups.append(_Group(tokens.to(device), held, tails, tuple(active[first:last])))
         first = last
-    return _Layout(order.to(device), tuple(groups))
+    blocks = tuple(slice(h, min(h + block, heads)) for h in range(0, heads, block))
+    return _Layout(order.to(device), blocks, tuple(groups))
 
 
 def _deal(x: Tensor, group: _Group, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, N] -> [M, H, C, N], not contiguous; tails are zero, which leaves the state as it is."""
-    _, _, heads, size = x.shape
-    rows = x.reshape(-1, heads * size).index_select(0, group.tokens).to(dtype)
+    """[B, T, H, N] -> [M, C, H, N]; tails are zero, which leaves the state as it is."""
+    rows = x.flatten(0, 1).index_select(0, group.tokens).to(dtype)
     if group.held is not None:
         rows.index_fill_(0, group.tails, 0)
-    return rows.view(-1, CHUNK, heads, size).transpose(1, 2)
+    return rows.unflatten(0, (-1, CHUNK))
 
 
 def _collect(rows: Tensor, group: _Group, out: Tensor) -> None:
     """[M, C, H, N] -> their places in [B, T, H, N]; tails are left behind."""
-    tokens = group.tokens
-    rows = rows.view(len(tokens), -1)
+    rows, tokens = rows.flatten(0, 1), group.tokens
     if group.held is not None:
-        tokens, rows = tokens[group.held], rows[group.held]
-    out.view(-1, rows.shape[1]).index_copy_(0, tokens, rows.to(out.dtype))
+        rows, tokens = rows[group.held], tokens[group.held]
+    out.flatten(0, 1).index_copy_(0, tokens, rows.to(out.dtype))
+
+
+def _lanes(state: Tensor, layout: _Layout, block: slice) -> Tensor:
+    """[S, H, V, K] -> [S * H, K, V] of a block of heads, in the order of the lanes; a copy."""
+    size = state.shape[-1]
+    return state[:, block].index_select(0, layout.order).mT.contiguous().view(-1, size, size)
+
+
+def _segments(x: Tensor, layout: _Layout, block: slice, out: Tensor) -> None:
+    """The inverse of `_lanes`, into its place in `out`."""
+    size = x.shape[-1]
+    out[:, block].index_copy_(0, layout.order, x.view(len(layout.order), -1, size, size).mT)
 
 
 class _Chunks:
     """The per-chunk quantities of the module docstring for one group: R = M * H matrices of each kind.
 
-    before, grow, shrink: [M, H, C, N] e^(W - w), e^W and e^-W.
+    before, grow, shrink: [M, C, H, N] e^(W - w), e^W and e^-W.
     last: [R, K, 1] e^W_C.
     ar, bk, uv: [R, 2C, N]; the U of `uv` is the caller's to fill in.
+    mask: [2C, 2C] what a token may see: in the rows of `a` earlier tokens, in the rows of `r` its own as well.
     gram: [R, 2C, 2C] G.
     """
 
     def __init__(self, group: _Group, r, w, k, v, a, b):
         dtype = state_dtype(r.dtype)
         r, w, k, v, a, b = (_deal(x, group, dtype) for x in (r, w, k, v, a, b))
-        chunks, heads, _, size = r.shape
-        decay = r.new_empty(chunks, heads, CHUNK + 1, size)
-        decay[:, :, 0] = 0
-        torch.cumsum(w, 2, out=decay[:, :, 1:])
-        decay.exp_()
-        self.before, self.grow = decay[:, :, :-1], decay[:, :, 1:]
+        chunks, _, heads, size = r.shape
+        lower = r.new_ones(CHUNK + 1, CHUNK).tril(-1)
+        decay = torch.bmm(lower.expand(chunks, -1, -1), w.flatten(2)).exp_().unflatten(2, (heads, size))
+        self.before, self.grow = decay[:, :-1], decay[:, 1:]
         self.shrink = self.grow.reciprocal()
-        self.last = self.grow[:, :, -1].reshape(-1, size, 1)
+        self.last = decay[:, -1].reshape(-1, size, 1)
 
         ar, bk, uv = (r.new_empty(chunks, heads, 2 * CHUNK, size) for _ in range(3))
-        torch.mul(a, self.before, out=ar[:, :, :CHUNK])
-        torch.mul(r, self.grow, out=ar[:, :, CHUNK:])
-        torch.mul(b, self.shrink, out=bk[:, :, :CHUNK])
-        torch.mul(k, self.shrink, out=bk[:, :, CHUNK:])
-        uv[:, :, CHUNK:] = v
+        for x, scale, out in (
+            (a, self.before, ar[:, :, :CHUNK]),
+            (r, self.grow, ar[:, :, CHUNK:]),
+            (b, self.shrink, bk[:, :, :CHUNK]),
+            (k, self.shrink, bk[:, :, CHUNK:]),
+        ):
+            torch.mul(x.transpose(1, 2), scale.transpose(1, 2), out=out)
+        uv[:, :, CHUNK:] = v.transpose(1, 2)
         self.ar, self.bk, self.uv = (x.view(-1, 2 * CHUNK, size) for x in (ar, bk, uv))
         self.v = self.uv[:, CHUNK:]
-        self.gram = _causal(torch.bmm(self.ar, self.bk.mT))
-
-
-def _causal(gram: Tensor) -> Tensor:
-    """Keeps what a token may see: in the rows of `a` earlier tokens, in the rows of `r` its own as well."""
-    for rows, diagonal in ((slice(CHUNK), -1), (slice(CHUNK, None), 0)):
-        for columns in (slice(CHUNK), slice(CHUNK, None)):
-            gram[:, rows, columns].tril_(diagonal)
-    return gram
+        self.mask = torch.cat([lower[:CHUNK], lower[1:]]).repeat(1, 2)
+        self.gram = torch.bmm(self.ar, self.bk.mT).mul_(self.mask)
 
 
 class _ChunkedWKV7(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, w, k, v, a, b, initial_state, layout):
-        _, _, heads, size = r.shape
-        # a lane's state stays where its last step left it
-        x = initial_state.index_select(0, layout.order).mT.reshape(-1, size, size)
+        inputs = (r, w, k, v, a, b)
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
-        identity = torch.eye(CHUNK, dtype=x.dtype, device=x.device)
-        starts, inverses = [], []
-        for group in layout.groups:
-            c = _Chunks(group, r, w, k, v, a, b)
-            inverse = torch.linalg.solve_triangular(
-                identity - c.gram[:, :CHUNK, :CHUNK], identity, upper=False, unitriangular=True
-            )
-            starts.append(x[: group.active[0] * heads].clone())
-            inverses.append(inverse)
-
-            # [U; O] = left X + base
-            left, base = c.ar.clone(), torch.bmm(c.gram[:, :, CHUNK:], c.v)
-            for part in (left, base):
-                u = torch.bmm(inverse, part[:, :CHUNK])
-                part[:, :CHUNK] = u
-                part[:, CHUNK:] += torch.bmm(c.gram[:, CHUNK:, :CHUNK], u)
-            uo = torch.empty_like(base)
-            for at in group.steps(heads):
-                now = x[: at.stop - at.start]
-                torch.baddbmm(base[at], left[at], now, out=uo[at])
-                c.uv[at, :CHUNK] = uo[at, :CHUNK]
-                now.baddbmm_(c.bk[at].mT, c.uv[at]).mul_(c.last[at])
-            _collect(uo.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:].transpose(1, 2).contiguous(), group, o)
         final = torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-        final[layout.order] = x.view(-1, heads, size, size).mT
-        ctx.save_for_backward(r, w, k, v, a, b, *starts, *inverses)
+        starts, inverses = [], []
+        for block in layout.heads:
+            x = _lanes(initial_state, layout, block)
+            for group in layout.groups:
+                starts.append(x[: group.active[0] * (block.stop - block.start)].clone())
+                inverses.append(_forward_group(group, [y[:, :, block] for y in inputs], x, o[:, :, block]))
+            _segments(x, layout, block, final)
+        ctx.save_for_backward(*inputs, *starts, *inverses)
         ctx.layout = layout
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_final):  # type: ignore[override]
-        with torch.autocast(grad_o.device.type, enabled=False):
-            return _ChunkedWKV7._backward(ctx, grad_o, grad_final)
-
-    @staticmethod
-    def _backward(ctx, grad_o, grad_final):
         layout: _Layout = ctx.layout
-        inputs, saved = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
-        _, _, heads, size = grad_o.shape
-        count = len(layout.groups)
-        dx = grad_final.index_select(0, layout.order).mT.reshape(-1, size, size)
+        inputs, saved = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
+        starts, inverses = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-        for group, start, inverse in zip(reversed(layout.groups), saved[count - 1 :: -1], saved[: count - 1 : -1], strict=True):
-            _backward_group(group, inputs, start, inverse, grad_o, dx, grads)
         dinitial = torch.empty_like(grad_final, memory_format=torch.contiguous_format)
-        dinitial[layout.order] = dx.view(-1, heads, size, size).mT
+        with torch.autocast(grad_o.device.type, enabled=False):
+            for block in reversed(layout.heads):
+                dx = _lanes(grad_final, layout, block)
+                for group in reversed(layout.groups):
+                    _backward_group(
+                        group,
+                        [x[:, :, block] for x in inputs],
+                        starts.pop(),
+                        inverses.pop(),
+                        grad_o[:, :, block],
+                        dx,
+                        [x[:, :, block] for x in grads],
+                    )
+                _segments(dx, layout, block, dinitial)
         return *grads, dinitial, None
 
 
-def _backward_group(group: _Group, inputs, start: Tensor, inverse: Tensor, grad_o: Tensor, dx: Tensor, grads) -> None:
-    """Writes one group's part of `grads`; `dx` holds the gradients of the states at its end, then at its start."""
+def _forward_group(group: _Group, inputs: list[Tensor], x: Tensor, o: Tensor) -> Tensor:
+    """Writes one group's part of `o` and moves the states `x` on; returns the inverses T [R, C, C].
+
+    A lane's state stays where its last step left it.
+    """
+    heads, size = o.shape[2:]
+    c = _Chunks(group, *inputs)
+    identity = torch.eye(CHUNK, dtype=x.dtype, device=x.device)
+    inverse = torch.linalg.solve_triangular(
+        identity - c.gram[:, :CHUNK, :CHUNK], identity, upper=False, unitriangular=True
+    )
+    # [U; O] = left X + base
+    left, base = c.ar.clone(), torch.bmm(c.gram[:, :, CHUNK:], c.v)
+    for part in (left, base):
+        u = torch.bmm(inverse, part[:, :CHUNK])
+        part[:, :CHUNK] = u
+        part[:, CHUNK:] += torch.bmm(c.gram[:, CHUNK:, :CHUNK], u)
+    for at in group.steps(heads):
+        now = x[: at.stop - at.start]
+        uo = torch.baddbmm(base[at], left[at], now, out=base[at])
+        c.uv[at, :CHUNK] = uo[:, :CHUNK]
+        now.baddbmm_(c.bk[at].mT, c.uv[at]).mul_(c.last[at])
+    _collect(base.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:].transpose(1, 2), group, o)
+    return inverse
+
+
+def _backward_group(group, inputs: list[Tensor], start: Tensor, inverse: Tensor, grad_o, dx, grads) -> None:
+    """Writes one group's part of `grads`; moves `dx`, the gradients of the states, from its end to its start."""
     heads, size = grad_o.shape[2:]
     c = _Chunks(group, *inputs)
-    x = c.gram.new_empty(c.gram.shape[0], size, size)  # the states at the starts of all chunks
-    steps = list(group.steps(heads))
+    steps = group.steps(heads)
 
+    # the forward scan again, for U and the states at the starts of all chunks
+    x = c.gram.new_empty(c.gram.shape[0], size, size)
+    x[steps[0]] = start
     left = torch.bmm(inverse, c.ar[:, :CHUNK])
     base = torch.bmm(inverse, torch.bmm(c.gram[:, :CHUNK, CHUNK:], c.v))
-    x[steps[0]] = start
-    for i, at in enumerate(steps):
+    for at, after in zip(steps, [*steps[1:], None], strict=True):
         c.uv[at, :CHUNK] = torch.baddbmm(base[at], left[at], x[at])
-        if i + 1 < len(steps):
-            after = steps[i + 1]
-            n = after.stop - after.start
-            on = slice(at.start, at.start + n)
+        if after is not None:
+            on = slice(at.start, at.start + after.stop - after.start)
             torch.baddbmm(x[on], c.bk[on].mT, c.uv[on], out=x[after]).mul_(c.last[on])
 
-    # dX' -> dY = D dX' -> dP, the gradient of what the inverse is applied to -> dX, the mirror of the forward scan
+    # its mirror: dX' -> dY = D dX' -> dP, the gradient of what T is applied to -> dX
     pdo = torch.empty_like(c.uv)  # [dP; dO]
-    pdo.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:] = _deal(grad_o, group, pdo.dtype)
+    pdo.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:] = _deal(grad_o, group, pdo.dtype).transpose(1, 2)
     left = c.bk.clone()
-    left[:, :CHUNK] = torch.bmm(inverse.mT, c.bk[:, :CHUNK])
-    base = torch.bmm(c.gram[:, CHUNK:].mT, pdo[:, CHUNK:])
-    base[:, :CHUNK] = torch.bmm(inverse.mT, base[:, :CHUNK])
-    pdv = torch.empty_like(base)  # [dP; dv]
+    pdv = torch.bmm(c.gram[:, CHUNK:].mT, pdo[:, CHUNK:])  # [dP; dv]
+    for part in (left, pdv):
+        part[:, :CHUNK] = torch.bmm(inverse.mT, part[:, :CHUNK])
     dbk = torch.empty_like(c.bk)
     dlast = torch.empty_like(c.last)
     for at in reversed(steps):
         dy = dx[: at.stop - at.start].mul_(c.last[at])
         torch.sum(dy * x[at], -1, keepdim=True, out=dlast[at])
-        torch.baddbmm(base[at], left[at], dy, out=pdv[at])
+        torch.baddbmm(pdv[at], left[at], dy, out=pdv[at])
         torch.bmm(c.uv[at], dy.mT, out=dbk[at])
         pdo[at, :CHUNK] = pdv[at, :CHUNK]
         dy.baddbmm_(c.ar[at].mT, pdo[at])
-    # X' = D (X + BK^T UV): the part of BK in the gradient of e^W_C, times e^W_C
+    # X' = D (X + BK^T UV), so this is the gradient of W_C through D
     dlast += (dbk * c.bk).sum(1).unsqueeze(-1)
 
-    dgram = _causal(torch.bmm(pdo, c.uv.mT))
+    dgram = torch.bmm(pdo, c.uv.mT).mul_(c.mask)
     dar = torch.bmm(pdo, x.mT).baddbmm_(dgram, c.bk)
     dbk.baddbmm_(dgram.mT, c.ar)
     dv = pdv[:, CHUNK:] + torch.bmm(c.gram[:, :CHUNK, CHUNK:].mT, pdo[:, :CHUNK])
 
-    # W_t feeds r~, k~ and b~ of its own token and a~ of the next; w_t feeds every W from t on
-    war, wbk = dar * c.ar, dbk * c.bk
-    dw = war[:, CHUNK:] - wbk[:, :CHUNK] - wbk[:, CHUNK:]
-    dw[:, :-1] += war[:, 1:CHUNK]
-    dw[:, -1:] += dlast.mT
-    dw = dw.flip(1).cumsum(1).flip(1)
+    # w_t is in every W from t on: W_s scales r, k and b of token s and the a of the next
+    by_ar, by_bk = c.mask[:, :CHUNK].mT, c.mask[CHUNK:, :CHUNK].mT.repeat(1, 2)
+    dw = torch.bmm(by_ar.expand(len(dar), -1, -1), dar * c.ar)
+    dw.baddbmm_(by_bk.expand(len(dar), -1, -1), dbk * c.bk, alpha=-1).add_(dlast.mT)
 
-    dar, dbk = (x.view(-1, heads, 2 * CHUNK, size) for x in (dar, dbk))
+    def tokens_first(x: Tensor) -> Tensor:
+        return x.view(-1, heads, x.shape[1], size).transpose(1, 2)
+
+    dar, dbk, dw, dv = (tokens_first(x) for x in (dar, dbk, dw, dv))
     parts = (
-        (dar[:, :, CHUNK:], c.grow),
-        (dw, None),
-        (dbk[:, :, CHUNK:], c.shrink),
-        (dv, None),
-        (dar[:, :, :CHUNK], c.before),
-        (dbk[:, :, :CHUNK], c.shrink),
+        dar[:, CHUNK:] * c.grow,
+        dw,
+        dbk[:, CHUNK:] * c.shrink,
+        dv,
+        dar[:, :CHUNK] * c.before,
+        dbk[:, :CHUNK] * c.shrink,
     )
-    for (part, scale), grad in zip(parts, grads, strict=True):
-        part = part.view(-1, heads, CHUNK, size).transpose(1, 2)
-        part = part.contiguous() if scale is None else (part * scale.transpose(1, 2)).contiguous()
+    for part, grad in zip(parts, grads, strict=True):
         _collect(part, group, grad)
 
 
