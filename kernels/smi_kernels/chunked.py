@@ -282,20 +282,21 @@ def _backward_group(group, inputs: list[Tensor], start: Tensor, inverse: Tensor,
 
     # w_t is in every W from t on: W_s scales r, k and b of token s and the a of the next
     by_ar, by_bk = c.mask[:, :CHUNK].mT, c.mask[CHUNK:, :CHUNK].mT.repeat(1, 2)
-    dw = torch.bmm(by_ar.expand(len(dar), -1, -1), dar * c.ar)
-    dw.baddbmm_(by_bk.expand(len(dar), -1, -1), dbk * c.bk, alpha=-1).add_(dlast.mT)
+    dw = torch.bmm(by_ar.expand(len(dar), -1, -1), c.ar.mul_(dar))
+    dw.baddbmm_(by_bk.expand(len(dar), -1, -1), c.bk.mul_(dbk), alpha=-1).add_(dlast.mT)
 
-    def tokens_first(x: Tensor) -> Tensor:
-        return x.view(-1, heads, x.shape[1], size).transpose(1, 2)
+    def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+        x = x.unflatten(0, (-1, heads)).transpose(1, 2)
+        # written in the order of the tokens, which is not that of x
+        return x if scale is None else torch.mul(x, scale, out=x.new_empty(x.shape))
 
-    dar, dbk, dw, dv = (tokens_first(x) for x in (dar, dbk, dw, dv))
     parts = (
-        dar[:, CHUNK:] * c.grow,
-        dw,
-        dbk[:, CHUNK:] * c.shrink,
-        dv,
-        dar[:, :CHUNK] * c.before,
-        dbk[:, :CHUNK] * c.shrink,
+        scaled(dar[:, CHUNK:], c.grow),
+        scaled(dw, None),
+        scaled(dbk[:, CHUNK:], c.shrink),
+        scaled(dv, None),
+        scaled(dar[:, :CHUNK], c.before),
+        scaled(dbk[:, :CHUNK], c.shrink),
     )
     for part, grad in zip(parts, grads, strict=True):
         _collect(part, group, grad)
