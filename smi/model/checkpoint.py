@@ -94,8 +94,9 @@ def load_pretrained(
 
     with no_init_weights(), torch.device("meta"):
         model = RWKV7ForCausalLM(config)
-    places = {place(name, layout).name: name for name in model.state_dict()}
-    wanted = {spot: to_form(model.state_dict()[name], place(name, layout).form) for spot, name in places.items()}
+    shapes = model.state_dict()
+    places = {place(name, layout).name: name for name in shapes}
+    wanted = {spot: to_form(shapes[name], place(name, layout).form) for spot, name in places.items()}
     problems += [f"missing {spot}" for spot, name in places.items() if spot not in stored and name not in DEAD]
     for name, tensor in stored.items():
         at = f" (in {where[name]})" if len(files) > 1 else ""
@@ -115,7 +116,7 @@ def load_pretrained(
         ours = places[name]
         tensors[ours] = from_form(tensor, place(ours, layout).form)
     for name in missing:
-        tensors[name] = torch.zeros(model.state_dict()[name].shape, dtype=tensors["rwkv7.emb.weight"].dtype)
+        tensors[name] = torch.zeros(shapes[name].shape, dtype=tensors["rwkv7.emb.weight"].dtype)
     model.load_state_dict(tensors, assign=True)
     if folder and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_dict(_read_json(folder / "generation_config.json"))

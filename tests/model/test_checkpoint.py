@@ -106,10 +106,11 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError) as error:
             load_pretrained(tmp_path / "bad.pth")
         for part in (
-            "missing rwkv7.blocks.1.att.w2",
-            "unexpected rwkv7.blocks.1.att.extra",
-            "rwkv7.blocks.0.ffn.value.weight has shape [128, 5], not [128, 512]",
-            "rwkv7.ln_out.bias has shape [7], not [128]",
+            "bad.pth does not fit RWKV-7 (read as the native layout)",
+            "missing blocks.1.att.w2",
+            "unexpected blocks.1.att.extra",
+            "\n  blocks.0.ffn.value.weight has shape [128, 5], not [128, 512]",
+            "\n  ln_out.bias has shape [7], not [128]",
         ):
             assert part in str(error.value)
 
