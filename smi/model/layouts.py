@@ -121,7 +121,9 @@ def layout_of(names: Iterable[str]) -> Layout | None:
     return votes.most_common(1)[0][0] if votes else None
 
 
-def config_of(tensors: Mapping[str, Tensor], layout: Layout, stated: Mapping[str, Any]) -> tuple[RWKV7Config, list[str]]:
+def config_of(
+    tensors: Mapping[str, Tensor], layout: Layout, stated: Mapping[str, Any]
+) -> tuple[RWKV7Config, list[str]]:
     """The configuration that fits some weights, and what a stated one says otherwise.
 
     Every size is that of most layers, so that one misshaped tensor is told as such, not as the measure of the rest.

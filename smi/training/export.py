@@ -66,9 +66,12 @@ def export_model(
     tokenizer.save_pretrained(draft)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
     write_card(draft, model, tokenizer, formats, figures)
+    earlier = directory.with_name(f".{directory.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
     if directory.exists():
-        shutil.rmtree(directory)
+        directory.rename(earlier)
     publish(draft, directory)
+    shutil.rmtree(earlier, ignore_errors=True)
     return directory
 
 
@@ -111,7 +114,9 @@ def write_card(
     source = "." if "hf" in formats or "native" in formats else FLA_FOLDER
     others = ""
     if "native" in formats:
-        others += f"\n`{NATIVE_FILE}` is the model in the native RWKV layout, for the `rwkv` package and other runtimes.\n"
+        others += (
+            f"\n`{NATIVE_FILE}` is the model in the native RWKV layout, for the `rwkv` package and other runtimes.\n"
+        )
     if "fla" in formats:
         others += f"\n`{FLA_FOLDER}/` is the model in flash-linear-attention's layout, for its own RWKV7ForCausalLM.\n"
     text = f"""---

@@ -59,6 +59,13 @@ def test_every_format_holds_the_same_model(model, tokenizer, tmp_path, monkeypat
     assert (logits - want[0]).abs().max() < 1e-5 * want.abs().max()
 
 
+def test_a_new_export_takes_the_place_of_an_earlier_one(model, tokenizer, tmp_path):
+    write(model, tokenizer, tmp_path / "export", "hf", "fla")
+    write(model, tokenizer, tmp_path / "export", "native")
+    assert [file.name for file in tmp_path.iterdir()] == ["export"]
+    assert not (tmp_path / "export" / "fla").exists()
+
+
 @pytest.mark.parametrize(
     ("formats", "files", "source"),
     [
@@ -119,7 +126,7 @@ class TestAnExportThatDoesNotReadBack:
             return directory
 
         monkeypatch.setattr(export, "save_pretrained", damaged)
-        with pytest.raises(RuntimeError, match="does not read back: logits of .* are off"):
+        with pytest.raises(RuntimeError, match=r"does not read back: logits of .* are off"):
             write(model, tokenizer, earlier, "hf")
 
     def test_weights_are_compared_with_those_on_the_disk(self, earlier, model):
