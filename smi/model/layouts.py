@@ -117,7 +117,7 @@ def from_form(tensor: Tensor, form: Form) -> Tensor:
 
 def layout_of(names: Iterable[str]) -> Layout | None:
     """The layout that most of the names are in; None where no name is RWKV's."""
-    votes = Counter(layout for name in names for layout, mark in _MARKS.items() if mark.match(name))
+    votes: Counter[Layout] = Counter(layout for name in names for layout, mark in _MARKS.items() if mark.match(name))
     return votes.most_common(1)[0][0] if votes else None
 
 

@@ -184,16 +184,14 @@ class TestFLA:
     reason="RWKV7_REMOTE_CODE is not set: a folder with the publisher's configuration_rwkv7.py and modeling_rwkv7.py",
 )
 def test_the_hf_layout_opens_in_plain_transformers_with_remote_code(folder, goldens, tmp_path):
-    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     directory = save_pretrained(load_pretrained(folder / "T1.pth", dtype=torch.float32), tmp_path / "hf")
     for file in Path(os.environ["RWKV7_REMOTE_CODE"]).glob("*.py"):
         shutil.copy(file, directory)
-    auto_map = json.loads((folder / "publisher" / "config.json").read_text())["auto_map"]
-    stated = json.loads((directory / "config.json").read_text()) | {"auto_map": auto_map}
-    (directory / "config.json").write_text(json.dumps(stated))
-    peer, info = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
-    assert type(peer).__name__ == "Rwkv7ForCausalLM"
+    # not by way of an Auto class: flash-linear-attention, once imported, answers there for "rwkv7"
+    kind = get_class_from_dynamic_module("modeling_rwkv7.Rwkv7ForCausalLM", str(directory))
+    peer, info = kind.from_pretrained(directory, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     logits = peer.eval()(goldens["ids.150"].long()[None]).logits[0]
     assert (logits - goldens["logits.150"]).abs().max() < 1e-5 * goldens["logits.150"].abs().max()
