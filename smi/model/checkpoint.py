@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
+from smi.model.configuration import RWKV7Config
 from smi.model.layouts import DEAD, Layout, check_fla, config_of, fla_config, from_form, layout_of, place, to_form
 from smi.model.modeling import RWKV7ForCausalLM
 
@@ -302,6 +303,7 @@ def save_pretrained(
 
 
 def _save_fla(model: RWKV7ForCausalLM, directory: Path, max_shard_size: str | int) -> None:
+    assert isinstance(model.config, RWKV7Config)
     check_fla(model.config)
     directory.mkdir(parents=True)
     tensors = _laid_out(model, "fla")
