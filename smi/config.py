@@ -171,7 +171,7 @@ class Config:
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.kind": ("synthetic", "files", "mixture"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
-    "trainer.export": ("hf", "native"),
+    "trainer.export": ("hf", "native", "fla"),
     "hardware.accelerator": ("cpu", "gpu"),
     "hardware.precision": ("32-true", "bf16-mixed"),
 }
@@ -227,7 +227,7 @@ def judge(composed: DictConfig) -> Config:
     if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
         raise ConfigError(f"optim.betas should be two numbers from 0 up to 1, not {config.optim.betas}")
     if not config.trainer.export:
-        raise ConfigError("trainer.export is empty: name hf, native or both")
+        raise ConfigError("trainer.export is empty: name one or more of hf, native, fla")
     return config
 
 
