@@ -7,17 +7,22 @@ that LLVM knows, and nothing but numba is needed to compile it.
 Memory is addressed by integers (bytes). Nothing checks them: callers work out every address from checked shapes.
 """
 
+from typing import Any
+
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import register_model
 
 LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 
 # element kinds of the tensors that are read and written
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+
+# a type checker would ask callers for the typing context, which numba supplies
+intrinsic: Any = extending.intrinsic
 
 _f32 = ir.FloatType()
 _i1, _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
