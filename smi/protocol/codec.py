@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -110,17 +110,12 @@ def encode_many(
     return cast("list[Example | ProtocolError]", results)
 
 
-class _Piece(NamedTuple):
-    """A text to be encoded as one string, or absolute ids, and the structural token or EOS before it, if any.
+_Piece: TypeAlias = tuple[int, bool, bool, str | tuple[int, ...]]
+"""(type, opens, target, part): a text to be encoded as one string, or absolute ids, and what its tokens are.
 
-    type: of its tokens. opens: whether the token of that type stands before it; every block, EOT and EOS opens with
-    its own, and where a payload holds spans, its further parts do not.
-    """
-
-    type: int
-    opens: bool
-    target: bool
-    part: str | tuple[int, ...]
+opens: whether the token of that type stands before it. Every block, EOT and EOS opens with its own; where a payload
+holds spans, its further parts do not. A plain tuple: these are made by the million.
+"""
 
 
 def _plan(stream: Stream, namespaces: Mapping[str, TokenNamespace], complete: bool) -> list[_Piece]:
@@ -131,13 +126,13 @@ def _plan(stream: Stream, namespaces: Mapping[str, TokenNamespace], complete: bo
         target = transmission.side is Side.MODEL
         for number, block in enumerate(transmission.blocks):
             if isinstance(block.payload, str):
-                plan.append(_Piece(block.type, True, target, f"\n{block.payload}\n"))
+                plan.append((block.type, True, target, f"\n{block.payload}\n"))
                 continue
             parts = _framed(block, namespaces, f"transmissions[{index}].blocks[{number}]")
-            plan.extend(_Piece(block.type, order == 0, target, part) for order, part in enumerate(parts))
-        plan.append(_Piece(BlockType.EOT, True, target, "\n"))
+            plan.extend((block.type, order == 0, target, part) for order, part in enumerate(parts))
+        plan.append((BlockType.EOT, True, target, "\n"))
     if complete:
-        plan.append(_Piece(BlockType.EOS, True, target, ""))
+        plan.append((BlockType.EOS, True, target, ""))
     return plan
 
 
@@ -183,8 +178,8 @@ def _assemble(
     types, opens, targets, parts = zip(*pieces, strict=True)
     types_P, opens_P, targets_P = (np.frombuffer(bytes(row), dtype=np.uint8) for row in (types, opens, targets))
     opens_P, targets_P = opens_P.view(np.bool_), targets_P.view(np.bool_)
-    spans = [index for index, part in enumerate(parts) if not isinstance(part, str)]
-    if spans:
+    if set(map(type, parts)) != {str}:
+        spans = [index for index, part in enumerate(parts) if not isinstance(part, str)]
         text_T, text_bounds = _encode_flat(tokenizer, [part if isinstance(part, str) else "" for part in parts])
         rows = np.split(text_T, text_bounds[1:-1])
         for index in spans:
