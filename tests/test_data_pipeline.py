@@ -263,6 +263,9 @@ def test_text_that_a_tokenizer_refuses_is_one_rejection() -> None:
         def encode(self, text: str) -> list[int]:
             raise ValueError("lower-cases text")
 
+        def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+            return [self.encode(text) for text in texts]
+
         def decode(self, ids: Sequence[int]) -> str:
             raise NotImplementedError
 
