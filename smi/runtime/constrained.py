@@ -57,7 +57,12 @@ class Constrainer:
             special_token_ids = special
 
             def __call__(self, text: str) -> list[int]:
-                return grammar.tokenizer.encode(text)
+                """Ids of text in the middle of a payload."""
+                if not grammar.blank:
+                    return grammar.tokenizer.encode(text)
+                # behind a newline no blank is put before it
+                newline = grammar.tokenizer.encode("\n")
+                return grammar.tokenizer.encode("\n" + text)[len(newline) :]
 
         wrapper = self._library.TokenizerWrapper(Vocabulary())
         return self._library.LLTokenizer(wrapper, n_vocab=grammar.rows)
