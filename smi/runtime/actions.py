@@ -11,7 +11,7 @@ The steps come in this order, and each refuses with an error type of its own:
     environment       the host's own checks, which have the last word
     no_handler        declared, but nothing here can run it
 
-Then the handler runs, and may end as `timeout` or `failed`. Every ACT yields an OBS.
+Then the handler runs, and may end as `timeout`, `failed`, or the type of its own `ToolError`. Every ACT yields an OBS.
 
 An ACT that holds token spans is physical: no JSON names it. It goes to the host's `embodiment`, if CAPS declares any
 actions, and what the environment shows afterwards is its observation.
@@ -35,7 +35,7 @@ from smi.protocol.json_text import loads
 from smi.protocol.payloads import Action, obs_payload, parse_act
 from smi.protocol.stream import Block, ProtocolError, Span
 from smi.protocol.tokens import BlockType
-from smi.runtime.tools import Tool
+from smi.runtime.tools import Tool, ToolError
 
 Permission: TypeAlias = Literal["allow", "deny", "ask"]
 Check: TypeAlias = Callable[[Action], str | None]
@@ -291,6 +291,8 @@ async def _timed(
         late = limit.expired()
         message = f"took longer than {seconds:g} s" if late else f"{type(failure).__name__}: {failure}"
         error = Refusal("timeout" if late else "failed", message)
+    except ToolError as refusal:
+        error = Refusal(refusal.type, refusal.message)
     except Exception as failure:
         error = Refusal("failed", f"{type(failure).__name__}: {failure}")
     return result, error, time.monotonic() - start

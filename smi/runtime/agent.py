@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from smi.protocol.json_text import loads
 from smi.protocol.payloads import ctrl_payload, declare
 from smi.protocol.stream import Block, Stream
 from smi.protocol.tokens import BlockType
 from smi.runtime.actions import ActionRunner, Outcome, Policy
+from smi.runtime.constrained import Constrainer
 from smi.runtime.grammar import Limits
 from smi.runtime.sampling import Sampling
 from smi.runtime.session import Runtime, Session
 from smi.runtime.tools import Tool, toolbox
-from smi.runtime.turn import Constraint, Reason, Reply, TurnEnded, TurnEvent
+from smi.runtime.turn import Reason, Reply, TurnEnded, TurnEvent
 
 Ended: TypeAlias = Literal["answer", "max_steps", "max_tokens"]
 """Why a run ended: a transmission without actions, or a budget of the run."""
@@ -51,7 +53,7 @@ class Agent:
         limits, sampling: of each transmission.
         max_steps: transmissions of the model in one run.
         max_tokens: ids that the model may write in one run, over all transmissions; None for no such limit.
-        constrain: see `Session.generate`.
+        constrainer: holds actions to the declared schemas while they are written.
         on_event: gets every event of generation as it comes.
         on_outcomes: gets the outcomes of each transmission's actions before the model does.
 
@@ -74,7 +76,7 @@ class Agent:
         sampling: Sampling | None = None,
         max_steps: int = 8,
         max_tokens: int | None = None,
-        constrain: Callable[[BlockType], Constraint | None] = lambda kind: None,
+        constrainer: Constrainer | None = None,
         on_event: Callable[[TurnEvent], None] = lambda event: None,
         on_outcomes: Callable[[Sequence[Outcome]], None] = lambda outcomes: None,
     ) -> None:
@@ -84,7 +86,7 @@ class Agent:
         declared = declare(
             [item.declaration for name, item in box.items() if name not in acting] or None, extra or None
         )
-        self._header = []
+        self._header: list[Block] = []
         if ctrl is not None:
             self._header.append(Block(BlockType.CTRL, ctrl_payload(dict(ctrl))))
         for kind, text in ((BlockType.SYS, system), (BlockType.DEV, developer), (BlockType.CAPS, declared.payload)):
@@ -95,9 +97,13 @@ class Agent:
             least = f"max_steps must be 1 or more and max_tokens {self._least} or more"
             raise ValueError(f"{least}, not {max_steps} and {max_tokens}")
         self.runner = ActionRunner(box, policy, embodiment)
-        self._limits, self._sampling = limits or Limits(), sampling or Sampling()
+        # the CAPS object that the session is given
+        self.capabilities: dict[str, Any] = {} if declared.payload is None else loads(declared.payload)
+        self._constrain = (lambda kind: None) if constrainer is None else constrainer.actions(self.capabilities)
+        self.limits, self.sampling = limits or Limits(), sampling or Sampling()
         self._max_steps, self._max_tokens = max_steps, max_tokens
-        self._constrain, self._on_event, self._on_outcomes = constrain, on_event, on_outcomes
+        self.on_event, self.on_outcomes = on_event, on_outcomes
+        self._runtime, self._instructions = runtime, tuple(self._header)
         self.session: Session = runtime.open()
 
     @property
@@ -135,20 +141,33 @@ class Agent:
                 break
             made = await self.runner.run(acts, self.session.capabilities, cut)
             outcomes += made
-            self._on_outcomes(made)
+            self.on_outcomes(made)
             self.session.send([block for outcome in made for block in outcome.observations])
         assert reply is not None
         return Answer(reply.text, ended, reply.reason, steps, tokens, tuple(outcomes))
 
     def _turn(self, left: int | None) -> Reply:
-        limits = self._limits
+        limits = self.limits
         if left is not None:
             limits = replace(limits, max_tokens=min(limits.max_tokens, left))
-        for event in self.session.generate(limits, self._sampling, constrain=self._constrain):
-            self._on_event(event)
+        for event in self.session.generate(limits, self.sampling, constrain=self._constrain):
+            self.on_event(event)
             if isinstance(event, TurnEnded):
                 return event.reply
         raise AssertionError("a turn ends with TurnEnded")
+
+    def adopt(self, session: Session) -> Session:
+        """Go on in another session, such as a fork or a restored one; returns the one so far, still open."""
+        before, self.session = self.session, session
+        if session.tokens:
+            # it has its instructions and declarations already
+            self._header = []
+        return before
+
+    def renew(self) -> None:
+        """Forget everything: a fresh session, with the same instructions and tools."""
+        self.session.close()
+        self.session, self._header = self._runtime.open(), list(self._instructions)
 
     def close(self) -> None:
         """Give the session up."""

@@ -10,6 +10,15 @@ from typing import Any
 from smi.protocol.payloads import normalise_tools
 
 
+class ToolError(Exception):
+    """Raised by a handler that refuses: the error observation carries this type and message."""
+
+    def __init__(self, type: str, message: str) -> None:
+        super().__init__(type, message)
+        self.type = type
+        self.message = message
+
+
 @dataclass(frozen=True)
 class Tool:
     """A declaration and what runs when it is called.

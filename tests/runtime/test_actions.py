@@ -10,7 +10,7 @@ from smi.protocol.payloads import loads
 from smi.protocol.stream import Block, Span
 from smi.protocol.tokens import BlockType
 from smi.runtime.actions import ActionRunner, Policy
-from smi.runtime.tools import Tool, tool, toolbox
+from smi.runtime.tools import Tool, ToolError, tool, toolbox
 
 PARAMETERS = {
     "type": "object",
@@ -189,6 +189,14 @@ def test_ten_at_once_return_ten_tied_by_id():
         *("permission_denied", "undeclared", "failed", None),
     ]
     assert [p["caused_by"] for p in payloads(outcomes)] == [f"a{i}" for i in range(10)]
+
+
+def test_a_handler_refuses_in_its_own_words():
+    def lookup(item: str):
+        raise ToolError("not_found", f"no {item}")
+
+    (outcome,) = run([call(name="lookup", arguments='{"item":"lamp"}')], [tool(lookup)])
+    assert payloads([outcome])[0]["error"] == {"type": "not_found", "message": "no lamp"}
 
 
 def test_independent_actions_run_at_the_same_time():
