@@ -220,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     it = argparse.ArgumentParser(
         prog="python -m smi.chat",
-        description=__doc__.partition("\n")[0],
+        description="Talks to a checkpoint in the terminal, with its thoughts, actions and observations in sight.",
         epilog="In the chat:\n" + COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

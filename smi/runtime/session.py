@@ -71,6 +71,13 @@ class Session:
         return self._slot is None
 
     @property
+    def slot(self) -> int:
+        """Where its state is kept; SessionError once it is closed."""
+        if self._slot is None:
+            raise SessionError("the session is closed")
+        return self._slot
+
+    @property
     def stream(self) -> Stream:
         """Everything that was handed over, from both sides."""
         return Stream(tuple(self.transmissions))
@@ -319,7 +326,7 @@ class Runtime:
         try:
             found = saved.load(
                 Path(path),
-                self.pool.read([session._slot], [session]),
+                self.pool.read([session.slot], [session]),
                 model=self.fingerprint,
                 tokenizer=self.tokenizer.fingerprint,
             )
@@ -380,10 +387,10 @@ class Runtime:
     @torch.inference_mode()
     def _feed(self, sessions: list[Session]) -> None:
         """Let each session read its one unread id."""
-        slots, device = [s._slot for s in sessions], self.grammar.device
+        slots, device = [s.slot for s in sessions], self.grammar.device
         ids = torch.tensor([[s._ids[s._read]] for s in sessions], device=device)
-        out = self.model(input_ids=ids, state=self.pool.read(slots, sessions), use_cache=True)  # type: ignore[arg-type]
-        self.pool.write(slots, sessions, out.state)  # type: ignore[arg-type]
+        out = self.model(input_ids=ids, state=self.pool.read(slots, sessions), use_cache=True)
+        self.pool.write(slots, sessions, out.state)
         for session, scores in zip(sessions, out.logits[:, -1], strict=True):
             session._read += 1
             session._scores = scores
@@ -403,16 +410,16 @@ class Runtime:
 
     def _read_group(self, group: list[tuple[Session, int]]) -> None:
         device = self.grammar.device
-        sessions, slots = [s for s, _ in group], [s._slot for s, _ in group]
+        sessions, slots = [s for s, _ in group], [s.slot for s, _ in group]
         bounds = np.cumsum([0, *(take for _, take in group)]).astype(np.int32)
         row = np.concatenate([np.asarray(s._ids[s._read : s._read + take], np.int64) for s, take in group])
         out = self.model.rwkv7(
             input_ids=torch.from_numpy(row).unsqueeze(0).to(device),
-            state=self.pool.read(slots, sessions),  # type: ignore[arg-type]
+            state=self.pool.read(slots, sessions),
             cu_seqlens=torch.from_numpy(bounds).to(device),
             use_cache=True,
         )
-        self.pool.write(slots, sessions, out.state)  # type: ignore[arg-type]
+        self.pool.write(slots, sessions, out.state)
         scores = self.model.head(out.last_hidden_state[0, torch.from_numpy(bounds[1:].astype(np.int64) - 1).to(device)])
         for (session, take), logits in zip(group, scores, strict=True):
             session._read += take
@@ -421,12 +428,12 @@ class Runtime:
     def state_of(self, session: Session) -> RWKV7State:
         """A copy of the session's state (S = 1)."""
         with self._lock:
-            return self.pool.read([session._slot], [session])  # type: ignore[list-item]
+            return self.pool.read([session.slot], [session])
 
     def restore_slot(self, session: Session, state: RWKV7State) -> None:
         """Put a state (S = 1) into the session's slot."""
         with self._lock:
-            self.pool.write([session._slot], [session], state)  # type: ignore[list-item]
+            self.pool.write([session.slot], [session], state)
 
     def release(self, session: Session) -> None:
         """Close a session."""

@@ -104,9 +104,8 @@ def test_ctrl_c_takes_the_turn_back(tokenizer):
 
 def test_tools_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(
-        'from math import sqrt\nclass Odd: ...\ndef _hidden(): ...\ndef twice(x: int) -> int:\n    "Double."\n    return 2 * x\n'
-    )
+    lines = ["from math import sqrt", "class Odd: ...", "def _hidden(): ...", "def twice(x: int): return 2 * x"]
+    file.write_text("\n".join(lines))
     assert [tool.__name__ for tool in chat.load_tools(file)] == ["twice"]
     (tmp_path / "none.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="holds no tools"):
