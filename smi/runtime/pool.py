@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from smi.model.configuration import RWKV7Config
 from smi.model.modeling import RWKV7ForCausalLM, RWKV7State
 
 # elements of a large tensor that the fingerprint looks at
@@ -28,8 +29,9 @@ class StatePool:
     def __init__(self, model: RWKV7ForCausalLM, capacity: int) -> None:
         if type(capacity) is not int or capacity < 1:
             raise ValueError(f"capacity must be a whole number from 1 up, not {capacity!r}")
-        weight = model.head.weight
-        self._state = RWKV7State.fresh(model.config, capacity, weight.device, weight.dtype)
+        weight, config = model.head.weight, model.config
+        assert isinstance(config, RWKV7Config)
+        self._state = RWKV7State.fresh(config, capacity, weight.device, weight.dtype)
         self._owners: list[object | None] = [None] * capacity
         self._freed = threading.Condition()
 

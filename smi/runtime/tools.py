@@ -56,7 +56,9 @@ def tool(function: Callable[..., Any]) -> Tool:
                 "with named arguments"
             )
     try:
-        schema = TypeAdapter(function).json_schema()
+        # pydantic reads callables as well as types
+        subject: Any = function
+        schema = TypeAdapter(subject).json_schema()
     except PydanticUserError as error:
         raise ValueError(f"{where}: no JSON Schema for its parameters: {error.message}") from None
     if schema.get("type") != "object":
