@@ -22,7 +22,7 @@ def refused(name: str, row: dict[str, Any]) -> str:
 
 
 def test_adapters_are_found_by_name() -> None:
-    assert set(ADAPTERS) == {"messages", "sharegpt", "hermes", "aya", "openr1", "opencode"}
+    assert set(ADAPTERS) == {"messages", "openai_tools", "sharegpt", "hermes", "aya", "openr1", "opencode"}
     assert get_adapter("aya").columns == ("inputs", "targets")
     with pytest.raises(ValueError, match="no adapter is named 'hermez'; known are messages"):
         get_adapter("hermez")

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from smi.data import sources
+from smi.data import budget, readers
 from smi.data.sources import Row, SourceSpec, find_files, list_blocks, read_block, read_rows
 from smi.protocol.stream import ProtocolError
 
@@ -56,7 +56,7 @@ def test_blocks_of_a_jsonl_file_hold_each_line_once(tmp_path: Path, monkeypatch:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"n":{n},"pad":"{"x" * (n * 7 % 40)}"}}\n\n' for n in range(50)))
     for size in (1, 13, 64, 100_000):
-        monkeypatch.setattr(sources, "BLOCK_BYTES", size)
+        monkeypatch.setattr(readers, "BLOCK_BYTES", size)
         seen = []
         # any order of blocks gives every row its own number in the file
         for block in reversed(list_blocks(path)):
@@ -68,7 +68,7 @@ def test_blocks_of_a_jsonl_file_hold_each_line_once(tmp_path: Path, monkeypatch:
 
 
 def test_oversized_rows_are_rejected_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(budget, "MAX_ROW_BYTES", 100)
     rows = ['{"n":0}', json.dumps({"n": "x" * 200_000}), '{"n":2}']
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "rows.json").write_text("[" + ",".join(rows) + "]")

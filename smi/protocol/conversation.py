@@ -25,7 +25,7 @@ ROLES = (*_RUNTIME_ROLES, "assistant", "tool")
 Reasoning = Literal["keep", "last", "drop"]
 
 # the names the ecosystem gives to the reasoning of an assistant message
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 # fields that carry content of a kind the protocol layer would otherwise lose without a word
 _FOREIGN_FIELDS = {
@@ -223,7 +223,7 @@ def _blocks(message: object, calls: _Calls, where: str, thinks: bool) -> list[Bl
         if message.get("weight") not in (None, 1):
             raise ProtocolError("field", where, "every assistant message is trained on: a weight can only be 1")
         return _assistant(message, calls, where, thinks)
-    for field in ("tool_calls", *_REASONING):
+    for field in ("tool_calls", *REASONING_FIELDS):
         if message.get(field):
             raise ProtocolError("field", where, f"only an assistant message may carry {field}")
     if role == "tool":
@@ -249,10 +249,10 @@ def answers_a_call(payload: str) -> bool:
 
 
 def _assistant(message: dict[str, Any], calls: _Calls, where: str, thinks: bool) -> list[Block]:
-    thoughts = [_payload(message.get(field), where) for field in _REASONING]
+    thoughts = [_payload(message.get(field), where) for field in REASONING_FIELDS]
     thoughts = [thought for thought in thoughts if _says(thought)]
     if len(set(thoughts)) > 1:
-        raise ProtocolError("reasoning", where, f"{', '.join(_REASONING)} differ; give one of them")
+        raise ProtocolError("reasoning", where, f"{', '.join(REASONING_FIELDS)} differ; give one of them")
     content = _payload(message.get("content"), where)
     requested = message.get("tool_calls")
     if requested is None:
