@@ -416,7 +416,13 @@ def test_a_format_of_ones_own_is_a_function_that_the_source_names(
     assert adapter.convert({"kind": "", "text": "hi"}).messages[0]["content"] == "hi"
     assert get_adapter(f"custom: {package}.form:talk") == adapter
     monkeypatch.setattr(budget, "MAX_NODES", 500)
-    reasons = {"loop": "over_budget", "many": "over_budget", "deep": "nesting", "own": "off_topic", "nothing": "adapter"}
+    reasons = {
+        "loop": "over_budget",
+        "many": "over_budget",
+        "deep": "nesting",
+        "own": "off_topic",
+        "nothing": "adapter",
+    }
     for kind, reason in reasons.items():
         assert refused(f"custom:{package}.form:talk", {"kind": kind}) == reason
     with pytest.raises(ProtocolError, match=r"customfmt\.form:talk: KeyError: 'text' \[adapter\]"):
