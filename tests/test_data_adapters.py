@@ -452,9 +452,9 @@ def test_formats_that_are_not_there_are_named(package: str) -> None:
 def test_values_are_counted_once_for_each_place_they_stand_in() -> None:
     shared = ["a"] * 10
     check_value([shared] * 10, "x")
+    loop: dict[str, Any] = {"a": [1]}
+    loop["a"].append(loop)
     with pytest.raises(ProtocolError, match="contains itself"):
-        loop: dict[str, Any] = {"a": [1]}
-        loop["a"].append(loop)
         check_value(loop, "x")
     with pytest.raises(ProtocolError, match="larger than"):
         check_value({"a": "x" * (budget.MAX_ROW_BYTES + 1)}, "x")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ class PlayedHub(DirFileSystem):
 
 
 @pytest.fixture
-def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedHub]:
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedHub:
     """The hub with the six datasets of the pilot at their revisions."""
     root = tmp_path / "hub"
     for source in SOURCES:
@@ -83,7 +82,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedHu
         shutil.copytree(MIRROR / source.dataset, root / "datasets" / f"{source.dataset}@{source.revision}")
     fs = PlayedHub(root)
     monkeypatch.setattr(hub, "filesystem", lambda: fs)
-    yield fs
+    return fs
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
@@ -129,7 +128,7 @@ def test_without_a_network_a_mirror_is_proposed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(hub, "filesystem", Nowhere)
     with pytest.raises(
-        ValueError, match="the hub cannot be asked for .*: no route. Without a network, read from a mir"
+        ValueError, match=r"the hub cannot be asked for .*: no route\. Without a network, read from a mir"
     ):
         find_files(SOURCES[0], "hf://")
 
@@ -196,7 +195,7 @@ def test_a_file_that_was_changed_or_came_wrong_is_noticed(tmp_path: Path, played
     # a partial file with other bytes than the file's: its hash tells, and it is not kept
     part = path.with_name(f"{path.name}.{hashlib.sha256(good).hexdigest()[-12:]}.part")
     part.write_bytes(b"x" * 100)
-    with pytest.raises(ValueError, match="came with the hash sha256:.* where the hub gives sha256:"):
+    with pytest.raises(ValueError, match=r"came with the hash sha256:.* where the hub gives sha256:"):
         download([source], tmp_path)
     assert not part.exists()
     assert not path.exists()
