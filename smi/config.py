@@ -54,9 +54,10 @@ class TokenizerConfig:
 
 @dataclass
 class SourceConfig:
-    """Rows of one kind: files, and the adapter that reads them. `quota` is in supervised tokens an epoch.
+    """Rows of one kind: files, and the adapter that reads them; see `smi.data.sources.SourceSpec`.
 
-    `dataset`, `revision` and `licence` record where the files come from; they travel in the run's config.
+    `quota` is in supervised tokens an epoch. With a `dataset`, files are those of its `revision`. `columns` are the
+    adapter's names of columns and the files' names for them, `filters` conditions such as `score >= 0.8`.
     """
 
     files: list[str] = MISSING
@@ -65,6 +66,8 @@ class SourceConfig:
     dataset: str | None = None
     revision: str | None = None
     licence: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    filters: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -3,13 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import yaml
 
-from smi.data.adapters import get_adapter
+from smi.config import config_dir
+from smi.data.adapters import adapter_for
 from smi.data.pipeline import (
     Compiler,
     Document,
@@ -19,7 +22,7 @@ from smi.data.pipeline import (
     fingerprint,
     share_of,
 )
-from smi.data.sources import Location, Source, SourceSpec, read_rows
+from smi.data.sources import Location, Source, SourceSpec, find_files, list_blocks, read_block, read_rows
 from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.stream import ProtocolError
 from smi.protocol.tokens import StructuralIds
@@ -28,28 +31,8 @@ from smi.tokenizer import load_tokenizer
 HUB = Path(__file__).parent / "data" / "hub"
 EXPECTED = json.loads((HUB / "expectations.json").read_text())
 SOURCES = {
-    "ultrachat": SourceSpec(
-        "ultrachat", "HuggingFaceH4/ultrachat_200k/data/train_sft-*.parquet", "messages", quota=3_500_000
-    ),
-    "aya": SourceSpec("aya", "CohereLabs/aya_dataset/data/train-*.parquet", "aya", quota=1_000_000),
-    "nemotron_agentic": SourceSpec(
-        "nemotron_agentic",
-        "nvidia/Nemotron-SFT-Agentic-v2/data/tool_calling.jsonl",
-        "messages",
-        quota=2_810_000,
-    ),
-    "hermes_func_calling": SourceSpec(
-        "hermes_func_calling",
-        "NousResearch/hermes-function-calling-v1/func-calling.json",
-        "hermes",
-        quota=190_000,
-    ),
-    "openr1_math": SourceSpec(
-        "openr1_math", "open-r1/OpenR1-Math-220k/data/train-*.parquet", "openr1", quota=1_000_000
-    ),
-    "opencodeinstruct": SourceSpec(
-        "opencodeinstruct", "nvidia/OpenCodeInstruct/data/train-*.parquet", "opencode", quota=1_500_000
-    ),
+    file.stem: SourceSpec(file.stem, **yaml.safe_load(file.read_text()))
+    for file in sorted((config_dir() / "data" / "source").glob("*.yaml"))
 }
 # what the mirror says about a faulty row -> the reason it is counted under
 REASONS = {
@@ -98,7 +81,7 @@ def compiler() -> Compiler:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_row_of_the_mirror_has_its_outcome(name: str, compiler: Compiler) -> None:
-    adapter = get_adapter(SOURCES[name].adapter)
+    adapter = adapter_for(SOURCES[name])
     cases = EXPECTED[name]["cases"]
     seen: set[bytes] = set()
     rows = list(read_rows(SOURCES[name], HUB, adapter.columns))
@@ -117,6 +100,36 @@ def test_every_row_of_the_mirror_has_its_outcome(name: str, compiler: Compiler) 
         else:
             assert case["expect"] == "reject", (case, result)
             assert result.reason == REASONS[case["why"]], (case, result)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_have_their_outcomes_in_any_order(seed: int, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smi.data.readers.BLOCK_BYTES", 1000)
+    blocks = [(source, block) for source in SOURCES.values() for file in find_files(source, HUB)
+              for block in list_blocks(file)]  # fmt: skip
+    rng = Random(seed)
+    rng.shuffle(blocks)
+    rows = [(source, row) for source, block in blocks for row in read_block(block, source.name, HUB)]
+    rng.shuffle(rows)
+    adapters = {name: adapter_for(source) for name, source in SOURCES.items()}
+    seen: dict[bytes, list[dict[str, Any]]] = {}
+    for source, row in rows:
+        case = EXPECTED[source.name]["cases"][row.where.row]
+        try:
+            raw = row.value if isinstance(row.value, ProtocolError) else adapters[source.name].convert(row.value)
+        except ProtocolError as error:
+            raw = error
+        result = compiler(raw, row.where)
+        if isinstance(result, Document):
+            seen.setdefault(result.fingerprint, []).append(case)
+        else:
+            assert case["expect"] == "reject", (case, result)
+            assert result.reason == REASONS[case["why"]], (case, result)
+    # of rows that say the same, whichever comes first is taken: as many as the mirror accepts, and no more
+    assert len(rows) == 757
+    assert len(seen) == 720
+    for cases in seen.values():
+        assert sorted(case["why"] == "duplicate" for case in cases) == [False, True][: len(cases)]
 
 
 @pytest.mark.parametrize("order", ["a", "b"])
@@ -292,6 +305,6 @@ def test_sources_that_cannot_be_mixed_are_refused(sources: list[Source], message
 
 
 def test_a_parquet_file_without_the_columns_an_adapter_needs_is_an_error(compiler: Compiler) -> None:
-    wrong = SourceSpec("aya", SOURCES["aya"].files, "openr1")
+    wrong = replace(SOURCES["aya"], adapter="openr1")
     with pytest.raises(ValueError, match=r"has no column problem, generations, .*; it has inputs, targets"):
         epoch([wrong], compiler, root=HUB)

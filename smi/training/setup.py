@@ -192,9 +192,7 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
     else:
         if data.mirror is None:
             raise ValueError("data.mirror is not set: name the directory that holds the sources' files")
-        train = [
-            SourceSpec(name, source.files, source.adapter, quota=source.quota) for name, source in data.source.items()
-        ]
+        train = [SourceSpec(name, **vars(source)) for name, source in data.source.items()]
     return SMIDataModule(
         tokenizer,
         train,
