@@ -28,7 +28,6 @@ from smi.model.elementwise import mix, squared_relu
 from smi_kernels import wkv7
 from smi_kernels.inputs import segment_bounds, state_dtype
 
-
 # the log decay is -exp(-1/2) sigmoid(.), so that a channel keeps at least exp(-0.6065) of itself a step
 DECAY_SCALE = math.exp(-0.5)
 GROUP_NORM_EPS = 64e-5
@@ -187,9 +186,7 @@ class RWKV7TimeMix(nn.Module):
         batch, length, width = x.shape
         by_head = (batch, length, self.num_heads, self.head_dim)
         shifted, last = token_shift(x, shift, segments)
-        x_r, x_w, x_k, x_v, x_a, x_g = mix(
-            x, shifted, self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
-        )
+        x_r, x_w, x_k, x_v, x_a, x_g = mix(x, shifted, self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)
 
         r = self.receptance(x_r)
         k = self.key(x_k)
@@ -360,7 +357,7 @@ class RWKV7Model(RWKV7PreTrainedModel):
         try:
             torch.compile(lambda x: x * 2 + 1, backend=backend)(probe)
         except Exception as error:
-            cause = str(error).strip().splitlines()[0]
+            cause = " ".join(str(error).split("\n\n")[0].split())
             raise RuntimeError(
                 f"torch.compile needs a C++ compiler for the CPU, and Triton for a GPU: {cause}"
             ) from error

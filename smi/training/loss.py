@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from smi.data.batch import IGNORE
 from smi.protocol.tokens import BlockType
 
-# logits that exist at a time: 512 rows of the World vocabulary, 134 MB in float32
-LOGITS = 1 << 25
+# logits that exist at a time: 256 rows of the World vocabulary, 67 MB in float32
+LOGITS = 1 << 24
 # L2Wrap's share of the largest logit (RWKV-LM)
 L2WRAP = 1e-4
 
