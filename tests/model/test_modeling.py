@@ -289,7 +289,7 @@ def test_bfloat16_autocast_keeps_decay_and_state_in_float32(monkeypatch):
 class TestCompile:
     def test_the_kernel_is_the_only_graph_break(self):
         """And nothing changes; layers of one kind and rows of any length share their graphs."""
-        model = tiny(num_hidden_layers=4).train()
+        model = tiny(num_hidden_layers=3).train()
         bounds = ([0, 5, 16], [0, 3, 9, 21], [0, 11, 19, 26])
         cases = [(ids_of(1, cut[-1]), torch.tensor(cut, dtype=torch.int32)) for cut in bounds]
 
@@ -303,13 +303,16 @@ class TestCompile:
         dynamo.reset()
         dynamo.utils.counters.clear()
         model.rwkv7.compile_blocks("eager")
+        graphs = []
         for case, expected in zip(cases, want, strict=True):
             torch.testing.assert_close(run(*case), expected)
-        breaks, graphs = dynamo.utils.counters["graph_break"], dynamo.utils.counters["stats"]["unique_graphs"]
+            graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+        breaks = dynamo.utils.counters["graph_break"]
         dynamo.reset()
         assert breaks
-        # the first layer and the others, before the kernel and after it, for one length and for all
-        assert graphs <= 2 * 2 * 2
+        # the third length needs nothing new, and the third layer needed nothing that the second had not
+        assert graphs[1] == graphs[2] <= 2 * graphs[0]
+        assert graphs[0] < 3 * 3
         assert all("torch.compiler.disable" in reason and "wkv7" in reason for reason in breaks), breaks
 
     def test_the_channel_mix_is_one_graph(self):
