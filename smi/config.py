@@ -95,9 +95,10 @@ class DataConfig:
 
 @dataclass
 class KernelConfig:
-    """`backend` is a WKV backend's name, or auto."""
+    """`backend` is a WKV backend's name, or auto. `compile` runs the blocks, but for the kernel, through inductor."""
 
     backend: str = "auto"
+    compile: bool = False
 
 
 @dataclass
@@ -120,6 +121,8 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     eps: float = 1e-18
     clip: float = 1.0
+    z_loss: float = 0.0
+    l2wrap: bool = False
 
 
 @dataclass
@@ -200,6 +203,7 @@ LEAST: dict[str, float] = {
     "optim.weight_decay": 0,
     "optim.eps": 0,
     "optim.clip": 0,
+    "optim.z_loss": 0,
     "trainer.max_steps": 1,
     "trainer.accumulate": 1,
     "trainer.val_every": 1,
