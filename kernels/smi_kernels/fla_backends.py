@@ -2,23 +2,23 @@
 
 FLA calls the recurrence DPLR, a delta rule with a diagonal plus low-rank transition. Both backends call its one
 public function, `fla.ops.generalized_delta_rule.chunk_dplr_delta_rule` (`fla.ops.rwkv7.chunk_rwkv7` is the same
-under other names of the arguments):
+under other names of the arguments). FLA imports Triton, so it is imported when a backend is first asked about a CUDA
+device, never before.
 
-- `triton` calls FLA's own Triton kernels. FLA puts a dispatcher around its functions, which may prefer TileLang; what
-  lies under it is called, so that the name of the backend is the truth.
-- `tilelang` calls the dispatcher with chunks of 32, the size at which it prefers TileLang on Ampere to Hopper. The
-  last word is FLA's, call by call: it takes its Triton kernels, at the same chunk size, where sequences x heads are
-  too few to fill the GPU (below half its multiprocessors at head size 64), and where TileLang cannot compile. The
-  first call of each path is logged, and FLA's logger `fla.backends` tells at INFO why TileLang was passed over.
+Which of FLA's kernels run follows from what it is promised of the decay:
 
-FLA is imported when a backend is first asked about a CUDA device, never before: importing it starts Triton.
+- Promised nothing, FLA takes chunks of 16 and inverts I - A by substitution: that is `triton`.
+- Promised a lower bound, FLA's Triton kernels invert by doubling, in float16 (0.6.0). On a token repeated with a gate
+  near 1 the powers of A reach into the thousands, and nothing is left of the result. `triton` never promises.
+- Promised a lower bound and asked for chunks of 32, FLA takes its TileLang kernels, which substitute in float32: that
+  is `tilelang`. But FLA passes over TileLang, call by call, where it expects to lose: at head size 64, where sequences
+  x heads are fewer than half the GPU's multiprocessors. `tilelang` asks FLA first, and runs what `triton` runs for
+  the shapes that FLA declines. Which kernels ran is logged, once for each answer.
 
 Precision: products in the dtype of the inputs, accumulated in float32; state and cumulative decay in float32. A float32
-`w` beside bfloat16 inputs stays float32 in both paths, and so does its gradient. Float32 inputs are multiplied in
-TF32 (about 1e-3), so `triton` takes them only where torch is allowed TF32 as well.
-
-The decay's lower bound is a promise to FLA that licenses its tensor-core scheme. The scheme keeps within float32 for
-log decays down to -2.6 at chunks of 64 and -5 at chunks of 32: RWKV-7's end at -0.6065.
+`w` beside 16-bit inputs is read as it is, and so is its gradient given; tensor cores round it to TF32 (11 bits where
+bfloat16 has 8) on its way into the cumulative decay. Float32 inputs are multiplied in TF32 throughout (about 1e-3), so
+`triton` takes them only where torch is allowed TF32 as well.
 """
 
 import importlib
@@ -58,9 +58,14 @@ def _triton_function() -> Callable[..., Any]:
     return torch.compiler.disable(inspect.unwrap(_function()))
 
 
-def _knows_lower_bound() -> bool:
-    """FLA 0.6 came with the argument, and with TileLang kernels for DPLR."""
-    return "lower_bound" in inspect.signature(_function()).parameters
+@cache
+def _tilelang() -> Any:
+    """FLA's own judge of its TileLang kernels for DPLR, which came with 0.6.
+
+    Raises:
+        ImportError: this FLA has none.
+    """
+    return importlib.import_module("fla.ops.generalized_delta_rule.dplr.backends").DPLRTileLangBackend()
 
 
 @lru_cache(maxsize=64)
@@ -82,43 +87,48 @@ def path(o: Tensor) -> str | None:
 
 
 @cache
-def _log_path(backend: str, ran: str, chunk: int | None) -> None:
-    log.info("WKV backend %s: FLA ran its %s kernels (chunk size %s)", backend, ran, chunk or "of its choice")
+def _log_once(message: str) -> None:
+    log.info(message)
 
 
-def _call(backend, function, chunk, r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
-    how: dict[str, Any] = {"lower_bound": LOWER_BOUND} if _knows_lower_bound() else {"safe_gate": True}
+def _arguments(r, w, k, v, a, b, initial_state, cu_seqlens) -> dict[str, Any]:
+    """Ours in FLA's terms. Its Triton path makes its inputs contiguous, its TileLang path takes them to be."""
+    arguments: dict[str, Any] = {"q": r, "k": k, "v": v, "a": a, "b": b, "gk": w}
+    arguments = {name: x.contiguous() for name, x in arguments.items()}
+    # FLA's states are [S, H, K, V]
+    arguments["initial_state"] = None if initial_state is None else initial_state.mT.contiguous()
     if cu_seqlens is not None:
-        how["cu_seqlens"], how["cu_seqlens_cpu"] = _boundaries(segment_bounds(cu_seqlens), r.device)
-    o, final_SHKV = function(
-        # the Triton path makes its inputs contiguous, the TileLang path takes them to be
-        q=r.contiguous(),
-        k=k.contiguous(),
-        v=v.contiguous(),
-        a=a.contiguous(),
-        b=b.contiguous(),
-        gk=w.contiguous(),
-        scale=1.0,
-        # FLA's states are [S, H, K, V]
-        initial_state=None if initial_state is None else initial_state.mT.contiguous(),
-        output_final_state=True,
-        chunk_size=chunk,
-        **how,
-    )
-    ran = path(o)
-    if ran is not None:
-        _log_path(backend, ran, chunk)
-    return o, final_SHKV.mT
+        bounds = _boundaries(segment_bounds(cu_seqlens), r.device)
+        arguments["cu_seqlens"], arguments["cu_seqlens_cpu"] = bounds
+    return arguments | {"scale": 1.0, "output_final_state": True}
 
 
 def run_triton(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
-    """See `smi_kernels.wkv7`. Chunks of 64 (of 16 under FLA 0.5 or Triton before 3.4)."""
-    return _call("triton", _triton_function(), None, r, w, k, v, a, b, initial_state, cu_seqlens)
+    """See `smi_kernels.wkv7`. FLA's Triton kernels, chunks of 16, any log decay."""
+    arguments = _arguments(r, w, k, v, a, b, initial_state, cu_seqlens)
+    o, final_SHKV = _triton_function()(**arguments)
+    return o, final_SHKV.mT
 
 
 def run_tilelang(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
-    """See `smi_kernels.wkv7`. Chunks of 32."""
-    return _call("tilelang", _function(), 32, r, w, k, v, a, b, initial_state, cu_seqlens)
+    """See `smi_kernels.wkv7`. FLA's TileLang kernels, chunks of 32, log decays from -5; or as `run_triton`.
+
+    Raises:
+        RuntimeError: TileLang failed in a call that FLA said it would take. FLA goes over to Triton kernels of the
+            kind that loses accuracy, so the result is not handed on.
+    """
+    arguments = _arguments(r, w, k, v, a, b, initial_state, cu_seqlens)
+    promise = {"chunk_size": 32, "lower_bound": LOWER_BOUND}
+    accepted, why = _tilelang().verify("chunk_dplr_delta_rule", **arguments, **promise)
+    if not accepted:
+        _log_once(f"WKV backend tilelang: FLA's Triton kernels, since {why}")
+        o, final_SHKV = _triton_function()(**arguments)
+        return o, final_SHKV.mT
+    o, final_SHKV = _function()(**arguments, **promise)
+    if path(o) == "Triton":
+        raise RuntimeError("TileLang failed (FLA's warning says how): choose the WKV backend triton")
+    _log_once("WKV backend tilelang: FLA's TileLang kernels")
+    return o, final_SHKV.mT
 
 
 def has_nvcc() -> bool:
@@ -180,9 +190,11 @@ def verify_tilelang(device: torch.device, dtype: torch.dtype, head_size: int) ->
         if os.environ.get(switch) == off:
             return Verdict(False, f"the environment's {switch}={off} turns it off in flash-linear-attention")
     if not has_nvcc():
-        return Verdict(False, "it compiles with nvcc, which is missing: pip install nvidia-cuda-nvcc, or a CUDA toolkit")
-    if not _knows_lower_bound():
-        return Verdict(False, "flash-linear-attention is older than 0.6: pip install -U flash-linear-attention")
+        return Verdict(False, "it compiles with nvcc, which is missing: install a CUDA toolkit or nvidia-cuda-nvcc")
+    try:
+        _tilelang()
+    except (ImportError, AttributeError):
+        return Verdict(False, "it needs flash-linear-attention 0.6 or later: pip install -U flash-linear-attention")
     return Verdict(True)
 
 
