@@ -99,7 +99,7 @@ def stages(device: str) -> Iterator[tuple[float, list[Job]]]:
         )
     yield 70, [Job("timing", "all", call)]
     if find_spec("smi") is not None:
-        yield 60, [Job("step", "1.5B training step" if device == "cuda" else "dry run")]
+        yield 60, [Job("step", "1.5B training step" if device == "cuda" else "dry run", call)]
 
 
 def run(job: Job, deadline: float) -> list[Row]:

@@ -190,7 +190,7 @@ def main() -> None:
         limit_autotuning(slice(call["share"], call["share"] + 1), spread)
     elif call["section"] == "numerics":
         limit_autotuning(slice(1, 2), spread)
-    elif call["section"] == "timing":
+    else:
         limit_autotuning(slice(None), spread)
     {"numerics": check_numerics, "build": build, "timing": time_peers, "step": step}[call["section"]](call)
 

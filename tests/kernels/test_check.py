@@ -1,15 +1,16 @@
 """`smi_kernels.check` on the CPU, its limits, and the cases themselves: a wrong backend must not pass them."""
 
 import json
-import os
 import sys
 import time
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import smi_kernels
-from smi_kernels import Backend, Verdict, check, numerics, recurrent
+from smi_kernels import Backend, Verdict, check, check_workers, numerics, recurrent
 
 SMALL = numerics.Setting(torch.device("cpu"), torch.float32, 16, length=53, heads=2)
 
@@ -100,7 +101,9 @@ def rows_of(section, program, seconds=60.0):
     return check.run(Program(section, "it", {"program": program}), time.monotonic() + seconds)
 
 
-ROW = """import json; print("ROW " + json.dumps(dict(section="numerics", what="it", case="one", value=1.0, ok=True)), flush=True)
+ROW = """
+import json
+print("ROW " + json.dumps(dict(section="numerics", what="it", case="one", value=1.0, ok=True)), flush=True)
 """
 
 
@@ -124,16 +127,14 @@ time.sleep(600)
     assert time.monotonic() - start < 60
     assert [(row.case, row.ok) for row in rows] == [("one", True), ("unfinished", False)]
     assert rows[1].note == "stopped after 8 s"
+    status = Path(f"/proc/{child.read_text()}/stat")
     for _ in range(100):
-        try:
-            os.kill(int(child.read_text()), 0)
-        except ProcessLookupError:
-            break
-        if "Z" in open(f"/proc/{child.read_text()}/stat").read().split(")")[1][:3]:
+        # gone, or a zombie that nobody has collected yet
+        if not status.exists() or ") Z " in status.read_text():
             break
         time.sleep(0.1)
     else:
-        pytest.fail("the child runs on")
+        pytest.fail("what the job had started runs on")
 
 
 def test_no_time_left():
@@ -151,3 +152,42 @@ def test_a_failed_case_is_the_exit_status(monkeypatch, capsys):
 def test_the_last_row_of_a_case_counts():
     rows = rows_of("timing", ROW + ROW.replace("1.0", "2.0"))
     assert [row.value for row in rows] == [2.0]
+
+
+def test_on_a_gpu_compiling_comes_before_timing():
+    stages = list(check.stages("cuda"))
+    assert sum(seconds for seconds, _ in stages) <= 250
+    sections = [{job.section for job in jobs} for _, jobs in stages]
+    assert sections == [{"build", "numerics"}, {"timing"}, {"step"}]
+    told = [json.loads(job.command()[-1]) for job in stages[0][1]]
+    # every backend in every setting, each in a process of its own
+    numeric = {(call["backend"], *call["settings"][0]) for call in told if call["section"] == "numerics"}
+    assert len(numeric) == len(smi_kernels.available()) * len(check.GPU_SETTINGS)
+    shares = [call["share"] for call in told if call.get("peer") == "triton"]
+    assert shares == list(range(check.CONFIGURATIONS))
+
+
+@pytest.mark.parametrize("there_are", [1, 3, 5, 60])
+def test_shares_of_configurations_together_are_what_is_timed(monkeypatch, there_are):
+    def seen(keep):
+        triton = ModuleType("triton")
+        triton.autotune = lambda configs, key: (configs, key)
+        monkeypatch.setitem(sys.modules, "triton", triton)
+        check_workers.limit_autotuning(keep, 4)
+        configs, key = triton.autotune(list(range(there_are)), key=["BT"])
+        assert key == ["BT"]
+        return configs
+
+    timed = seen(slice(None))
+    shares = [seen(slice(i, i + 1)) for i in range(4)]
+    assert 1 <= len(timed) <= 4
+    assert all(len(share) == 1 for share in shares)
+    assert {config for share in shares for config in share} == set(timed)
+
+
+def test_a_share_is_built_and_timed_as_it_will_be_on_a_gpu(capsys):
+    check_workers.build({"device": "cpu", "peer": "chunked", "share": 0})
+    (line,) = capsys.readouterr().out.splitlines()
+    row = check.Row(**json.loads(line.removeprefix("ROW ")))
+    assert (row.section, row.case) == ("build", "first call")
+    assert row.value > 0

@@ -27,6 +27,7 @@ def need(*modules):
 def run(program, *arguments, **environment):
     done = subprocess.run(
         [sys.executable, HERE / program, *arguments],
+        check=False,
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
