@@ -21,24 +21,24 @@ from smi.training.optim import parameter_groups
 
 # dense bfloat16 rates of the data sheets, in flop/s, by what the name of the GPU contains
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "RTX 4090": 165e12}
+# as configs/model/rwkv7_1b5.yaml
+MODEL_1B5 = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "decay_low_rank_dim": 96,
+    "a_low_rank_dim": 96,
+    "v_low_rank_dim": 64,
+    "gate_low_rank_dim": 256,
+}
 WARMUP, STEPS = 2, 5
 
 
 def _model(device: torch.device) -> tuple[RWKV7ForCausalLM, tuple[int, int]]:
     """The model with random weights, and the rows and tokens of its batch."""
     if device.type == "cuda":
-        config = RWKV7Config(
-            hidden_size=2048,
-            num_hidden_layers=24,
-            decay_low_rank_dim=96,
-            a_low_rank_dim=96,
-            v_low_rank_dim=64,
-            gate_low_rank_dim=256,
-        )
-        shape = (4, 2048)
+        config, shape = RWKV7Config(**MODEL_1B5), (4, 2048)
     else:
-        config = RWKV7Config(vocab_size=512, hidden_size=128, num_hidden_layers=2)
-        shape = (2, 64)
+        config, shape = RWKV7Config(vocab_size=512, hidden_size=128, num_hidden_layers=2), (2, 64)
     # the orthogonal start of 1.5B parameters takes longer than all steps together
     with torch.device("meta"):
         model = RWKV7ForCausalLM(config)
