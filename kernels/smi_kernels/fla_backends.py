@@ -45,6 +45,8 @@ INSTALL = "pip install 'smi[gpu]'"
 HEAD_SIZES = {"triton": (32, 64, 128), "tilelang": (64, 128)}
 # -exp(-0.5): the fastest decay of RWKV-7
 LOWER_BOUND = -0.6065306597126334
+# what makes FLA prefer TileLang from Ampere to Hopper
+PROMISE = {"chunk_size": 32, "lower_bound": LOWER_BOUND}
 
 
 def _function() -> Callable[..., Any]:
@@ -118,13 +120,12 @@ def run_tilelang(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, T
             kind that loses accuracy, so the result is not handed on.
     """
     arguments = _arguments(r, w, k, v, a, b, initial_state, cu_seqlens)
-    promise = {"chunk_size": 32, "lower_bound": LOWER_BOUND}
-    accepted, why = _tilelang().verify("chunk_dplr_delta_rule", **arguments, **promise)
+    accepted, why = _tilelang().verify("chunk_dplr_delta_rule", **arguments, **PROMISE)
     if not accepted:
         _log_once(f"WKV backend tilelang: FLA's Triton kernels, since {why}")
         o, final_SHKV = _triton_function()(**arguments)
         return o, final_SHKV.mT
-    o, final_SHKV = _function()(**arguments, **promise)
+    o, final_SHKV = _function()(**arguments, **PROMISE)
     if path(o) == "Triton":
         raise RuntimeError("TileLang failed (FLA's warning says how): choose the WKV backend triton")
     _log_once("WKV backend tilelang: FLA's TileLang kernels")

@@ -16,7 +16,12 @@ import torch
 
 from smi_kernels import fla_backends, numerics
 
-H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, shared_memory_per_block_optin=232448)
+H200 = SimpleNamespace(
+    name="NVIDIA H200",
+    multi_processor_count=132,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+)
 seconds: dict[str, float] = {}
 jit = tilelang.jit
 
@@ -47,12 +52,13 @@ chunk.chunk_dplr_bwd_dAu = lambda v, v_new, do, A_qb, **how: (do.clone(), A_qb.c
 
 dtype, head_size = getattr(torch, sys.argv[1]), int(sys.argv[2])
 setting = numerics.Setting(torch.device("cpu"), dtype, head_size)
-q, gk, k, v, a, b = (x.requires_grad_() for x in numerics.make_inputs(setting, 1, 64))
+inputs = [x.requires_grad_() for x in numerics.make_inputs(setting, 1, 64)]
 state = numerics.make_state(setting, 1).requires_grad_()
-o, final = chunk.chunk_dplr_delta_rule_tilelang(
-    q=q, k=k, v=v, a=a, b=b, gk=gk, scale=1.0, initial_state=state, output_final_state=True,
-    chunk_size=32, lower_bound=fla_backends.LOWER_BOUND,
-)  # fmt: skip
+arguments = fla_backends._arguments(*inputs, state, None)
+# with our arguments FLA has nothing against TileLang but the device, which it looks at after everything else
+verdict = fla_backends._tilelang().verify("chunk_dplr_delta_rule", **arguments, **fla_backends.PROMISE)
+assert verdict == (False, "TileLang backend is CUDA-only; fall back to Triton"), verdict
+o, final = chunk.chunk_dplr_delta_rule_tilelang(**arguments, **fla_backends.PROMISE)
 assert fla_backends.path(o) == "TileLang"
 (o.float().sum() + final.sum()).backward()
 print(json.dumps(seconds))
