@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 import torch
 from torch import Tensor
 
-from smi_kernels import chunked, cpu, recurrent
+from smi_kernels import chunked, cpu, fla_backends, recurrent
 from smi_kernels.backend import Backend
 from smi_kernels.inputs import check_inputs
 
@@ -122,6 +122,8 @@ def wkv7(
         return chosen.run(r, w, k, v, a, b, initial_state, cu_seqlens)
 
 
+register(fla_backends.TILELANG)
+register(fla_backends.TRITON)
 register(cpu.BACKEND)
 register(chunked.BACKEND)
 register(recurrent.BACKEND)
