@@ -2,7 +2,9 @@
 
 One job is one head of one segment: a recurrence that depends on no other. Workers take jobs off a shared counter.
 Within a job, tokens are handled in windows of `WINDOW`, whose vectors are first read into float32 scratch with the
-decay exponentiated, so that dtype and strides of the inputs are nobody else's concern.
+decay exponentiated, so that dtype and strides of the inputs are nobody else's concern. The rows of a head lie pages
+apart, and most of what reading them takes is waiting: while there is arithmetic to do, the next window's rows are
+asked for, a line at a time.
 
 forward     keeps the state transposed: lanes run over values, keys are scalars that are splatted, so that both
             reductions over keys (S a, S r) are sums of vectors. A block of 2 * `LANES` values stays in the
@@ -37,6 +39,7 @@ from smi_kernels.vectors import (
     load_float16,
     mul,
     one,
+    prefetch,
     restore_denormals,
     splat,
     store,
@@ -136,10 +139,18 @@ def _write_window(operands, index, batch, token, head, source, count, size):
 
 
 @_helper
-def _forward_window(state, count, size, r, e, k, v, a, b, o, sa):
+def _prefetch(operands, count, batch, token, head, offset):
+    """Asks for the line `offset` bytes into a token's row, in each of the first `count` operands."""
+    for i in range(count):
+        prefetch(_at(operands, i, batch, token, head) + offset)
+
+
+@_helper
+def _forward_window(state, count, size, r, e, k, v, a, b, o, sa, operands, batch, after, head):
     """Advances the transposed state [block, K, BLOCK] over `count` tokens; writes o and S a, [count, V] both.
 
-    The row of a behind the last token is read, and what comes of it is thrown away.
+    The row of a behind the last token is read, and what comes of it is thrown away. `after`: the next window's first
+    token.
     """
     row = 4 * size
     for block in range(0, row, 2 * VECTOR):
@@ -153,6 +164,7 @@ def _forward_window(state, count, size, r, e, k, v, a, b, o, sa):
         for t in range(0, count * row, row):
             store(sa0, sa + t + block)
             store(sa1, sa + t + block + VECTOR)
+            _prefetch(operands, 6, batch, after + t // row, head, block)
             v0, v1 = load(v + t + block), load(v + t + block + VECTOR)
             o0, o1, next0, next1 = zero(), zero(), zero(), zero()
             s = here
@@ -224,7 +236,7 @@ def forward(operands, segments, heads, size, initial, final, checkpoints, scratc
                 _read_window(r + i * part, operands, i, batch, token, head, count, size)
             _exp(e, count * size)
             _fill(a + count * row, size, zero())
-            _forward_window(state, count, size, r, e, k, v, a, b, o, sa)
+            _forward_window(state, count, size, r, e, k, v, a, b, o, sa, operands, batch, token + WINDOW, head)
             for i in range(6, 8 if checkpoints else 7):
                 _write_window(operands, i, batch, token, head, r + i * part, count, size)
         _save_state(final + place * square, VECTOR, row, state, size)
@@ -346,6 +358,8 @@ def backward(operands, segments, heads, size, grad_final, grad_initial, checkpoi
                 )  # fmt: skip
                 for t in range(count + 1, 0, -1):
                     now, before = t * row, (t - 1) * row
+                    for line in range(j, j + 4 * ROWS, 64):
+                        _prefetch(operands, 8, batch, token - WINDOW + t - 1, head, line)
                     if t > 1:
                         state, state_tile = history + (t - 2) * row * ROWS, ROWS * VECTOR
                     else:

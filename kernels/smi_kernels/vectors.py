@@ -106,6 +106,21 @@ def store(typingctx, value, address):
 
 
 @intrinsic
+def prefetch(typingctx, address):
+    """Asks for the cache line at `address`, which need not be one of the process."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], _i8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [_i8.as_pointer(), _i32, _i32, _i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        # to read, into every level, data
+        builder.call(function, [pointer, _i32(0), _i32(3), _i32(1)])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), codegen
+
+
+@intrinsic
 def mul(typingctx, x, y):
     """x * y"""
     return vector(vector, vector), lambda context, builder, signature, args: builder.fmul(*args)
