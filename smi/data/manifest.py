@@ -118,7 +118,7 @@ def check_shards(manifest: Manifest, directory: Path) -> None:
                 break
     if problems:
         raise ValueError(
-            f"the mixture in {directory} is damaged: {'; '.join(problems)}. Restore it, or prepare it in a new directory"
+            f"the mixture in {directory} is damaged: {'; '.join(problems)}. Restore it, or prepare it anew elsewhere"
         )
 
 

@@ -8,6 +8,7 @@ one dies.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing as mp
 import os
@@ -122,10 +123,9 @@ class _Worker(Generic[Task]):
 
     def assign(self, job: _Job[Task]) -> None:
         self.jobs.append(job)
-        try:
+        # where it is dead, the end of its results will show that
+        with contextlib.suppress(OSError):
             self.tasks.send((job.task, job.attempt))
-        except OSError:
-            pass  # it is dead: the end of its results will show that
 
     @property
     def held(self) -> int:
@@ -283,10 +283,9 @@ def _widen(pipe: Connection) -> None:
     if sys.platform == "linux":
         import fcntl
 
-        try:
+        # the user's share of pipe memory may be used up: the usual size will do
+        with contextlib.suppress(OSError):
             fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        except OSError:
-            pass  # the user's share of pipe memory is used up: the usual size will do
 
 
 def _serve(tasks: Connection, results: Connection, at: Any, work: Work[Any], parent: int) -> None:
