@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smi.data.adapters import get_adapter
+from smi.data.pipeline import SAMPLES
 from smi.data.shards import identities
 from smi.tokenizer import Tokenizer
 
@@ -79,6 +83,13 @@ def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def adapter_settings(name: str) -> dict[str, Any]:
+    """What is recorded of an adapter: its name, and the hash of the file that it is written in."""
+    convert = get_adapter(name).convert
+    file = inspect.getsourcefile(convert)
+    return {"name": name, "source_sha256": identities([Path(file)])[0]["sha256"] if file else None}
+
+
 def differences(then: Any, now: Any, place: str = "") -> Iterator[str]:
     """What differs between two settings, with both values."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -134,3 +145,74 @@ def check_fit(manifest: Manifest, directory: Path, tokenizer: Tokenizer, compile
             f"the mixture in {directory} was not compiled for this run: {'; '.join(found)}. "
             "Use the settings it was prepared with, or prepare another one"
         )
+
+
+def check_files(manifest: Manifest, root: Path) -> None:
+    """Hold the source files below `root` against those that were prepared; ones that are not there are passed over.
+
+    Raises ValueError that names each one whose content has changed.
+    """
+    recorded = [file for source in manifest.settings["sources"].values() for file in source["files"]]
+    present = [file for file in recorded if (root / file["file"]).is_file()]
+    changed = [
+        f"{file['file']} has the sha256 {found['sha256']}, and {file['sha256']} was prepared"
+        for file, found in zip(present, identities([root / file["file"] for file in present]), strict=True)
+        if found["sha256"] != file["sha256"]
+    ]
+    if changed:
+        raise ValueError(
+            f"source files in {root} are not those of the mixture: {'; '.join(changed)}. "
+            "Prepare a new mixture, or set data.mirror=null to train on what was prepared"
+        )
+
+
+def merge(directories: Sequence[Path], target: Path) -> Manifest:
+    """The mixture that several jobs made together, as a manifest for `target`; reads nothing but manifests.
+
+    Shards stay where they are. Sources may come from a job each, or from the parts of one; a duplicate that two parts
+    of a source, or two sources, have in common stays in both.
+
+    Raises ValueError for mixtures that were not made alike, a source that is there twice, and parts that are missing.
+    """
+    manifests = [(directory, read_manifest(directory)) for directory in directories]
+    if not manifests:
+        raise ValueError("there is nothing to merge: name the directories of finished mixtures")
+    head = _common(manifests[0][1])
+    parts: dict[str, dict[str, tuple[Path, dict[str, Any]]]] = {}
+    sources: dict[str, Any] = {}
+    accounts: dict[str, Any] = {}
+    shards: list[dict[str, Any]] = []
+    for directory, manifest in manifests:
+        if found := list(differences(head, _common(manifest))):
+            raise ValueError(f"{manifests[0][0]} and {directory} do not belong together: {'; '.join(found)}")
+        for name, source in manifest.settings["sources"].items():
+            known = parts.setdefault(name, {})
+            if source["part"] in known:
+                raise ValueError(f"part {source['part']} of {name} is in {known[source['part']][0]} and in {directory}")
+            known[source["part"]] = (directory, manifest.sources[name])
+            whole = {key: value for key, value in source.items() if key != "part"}
+            if found := list(differences(sources.setdefault(name, whole), whole)):
+                raise ValueError(f"{name} in {directory} is not like its other parts: {'; '.join(found)}")
+        for shard in manifest.shards:
+            file = Path(os.path.relpath(directory / shard["file"], target)).as_posix()
+            shards.append(shard | {"file": file})
+    for name, known in parts.items():
+        count = int(next(iter(known)).split("/")[1])
+        if missing := [part for i in range(count) if (part := f"{i}/{count}") not in known]:
+            raise ValueError(f"{name} is not complete: part {', '.join(missing)} is in none of the directories")
+        sources[name] = sources[name] | {"part": f"0/1 in {count} parts"}
+        accounts[name] = _sum([account for _, account in known.values()], sources[name]["quota"])
+    return Manifest(head | {"sources": sources}, accounts, shards)
+
+
+def _common(manifest: Manifest) -> dict[str, Any]:
+    return {key: value for key, value in manifest.settings.items() if key != "sources"}
+
+
+def _sum(accounts: list[dict[str, Any]], quota: int | None) -> dict[str, Any]:
+    whole = {name: sum(a[name] for a in accounts) for name in ("rows", "accepted", "tokens", "supervised_tokens")}
+    reasons = sorted({reason for account in accounts for reason in account["rejected"]})
+    samples = {r: [s for account in accounts for s in account["samples"].get(r, [])][:SAMPLES] for r in reasons}
+    shortfall = 0 if quota is None else max(0, quota - whole["supervised_tokens"])
+    rejected = {reason: sum(account["rejected"].get(reason, 0) for account in accounts) for reason in reasons}
+    return {"quota": quota, "shortfall": shortfall} | whole | {"rejected": rejected, "samples": samples}

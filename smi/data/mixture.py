@@ -19,7 +19,15 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from smi.data.compiling import RowCompiler, Stretch, stretches
-from smi.data.manifest import FILE, Manifest, check_shards, differences, read_manifest, tokenizer_settings
+from smi.data.manifest import (
+    FILE,
+    Manifest,
+    adapter_settings,
+    check_shards,
+    differences,
+    read_manifest,
+    tokenizer_settings,
+)
 from smi.data.pipeline import SAMPLES
 from smi.data.shards import SCHEMA, Spool, identities, write_shard, write_text
 from smi.data.sources import Location, SourceSpec, find_files
@@ -78,7 +86,7 @@ class Plan:
     """A mixture to be made.
 
     Args:
-        sources: in the order in which they are taken; the quota of each is what is taken from it.
+        sources: in the order in which they are taken; the quota of each is what all parts together take from it.
         tokenizer: of the mixture.
         root: what file patterns are relative to.
         max_length: tokens of a document; longer ones are rejected.
@@ -122,7 +130,8 @@ class Plan:
             names = [_relative(file, self.root) for file in files]
             sources[source.name] = {
                 **self.provenance.get(source.name, {}),
-                "adapter": source.adapter,
+                "adapter": adapter_settings(source.adapter),
+                "part": f"{self.part[0]}/{self.part[1]}",
                 "quota": source.quota,
                 "files": [{"file": name} | what for name, what in zip(names, identities(files), strict=True)],
             }
@@ -130,13 +139,18 @@ class Plan:
             "tokenizer": tokenizer_settings(self.tokenizer),
             "compile": {"max_length": self.max_length},
             "seed": self.seed,
-            "part": f"{self.part[0]}/{self.part[1]}",
             "row_group_rows": self.row_group_rows,
             "shard_rows": self.shard_rows,
             **self.recorded,
             "versions": {"smi": smi.__version__, "pyarrow": pa.__version__, "numpy": numpy.__version__},
             "sources": sources,
         }
+
+
+def share(quota: int | None, part: tuple[int, int]) -> int | None:
+    """What the i-th of n jobs takes of a quota; all of them together take it all."""
+    i, n = part
+    return None if quota is None else quota * (i + 1) // n - quota * i // n
 
 
 def _relative(file: Path, root: Path) -> str:
@@ -266,7 +280,7 @@ class _Writer:
         self.shards: list[dict[str, Any]] = state.get("shards", [])
         self.accounts = {name: Account.from_dict(values) for name, values in state.get("accounts", {}).items()}
         for source in plan.sources:
-            self.accounts.setdefault(source.name, Account(source.quota))
+            self.accounts.setdefault(source.name, Account(share(source.quota, plan.part)))
         self.spool = Spool(directory / SPOOL, state.get("spool_bytes", 0))
         self.keys_file = (directory / KEYS).open("ab")
         self.keys_file.truncate(state.get("keys", 0) * KEY_BYTES)

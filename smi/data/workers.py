@@ -182,9 +182,13 @@ class Workers(Generic[Task]):
         waiting = iter(tasks)
         order: deque[_Job[Task]] = deque()
         while True:
-            self._feed(waiting, order, wanted)
+            fed = self._feed(waiting, order, wanted)
             if not order:
-                return
+                if fed:
+                    return
+                # all hands are full of what is no longer wanted
+                self._collect(None, wanted)
+                continue
             job = order[0]
             while job.chunks and wanted(job.task):
                 chunk = job.chunks.popleft()
@@ -198,7 +202,10 @@ class Workers(Generic[Task]):
                 continue
             self._collect(job, wanted)
 
-    def _feed(self, waiting: Iterator[tuple[Task, int]], order: deque[_Job[Task]], wanted: Callable[[Task], bool]):
+    def _feed(
+        self, waiting: Iterator[tuple[Task, int]], order: deque[_Job[Task]], wanted: Callable[[Task], bool]
+    ) -> bool:
+        """Give out tasks as far as there is room; whether there are no more."""
         # one more each in turn, so that the first tasks are in different hands
         for level in range(TASKS_HELD):
             for worker in self._workers:
@@ -206,12 +213,13 @@ class Workers(Generic[Task]):
                     continue
                 entry = next((entry for entry in waiting if wanted(entry[0])), None)
                 if entry is None:
-                    return
+                    return True
                 job = _Job(entry[0], Attempt(entry[1]))
                 order.append(job)
                 worker.assign(job)
+        return False
 
-    def _collect(self, current: _Job[Task], wanted: Callable[[Task], bool]) -> None:
+    def _collect(self, current: _Job[Task] | None, wanted: Callable[[Task], bool]) -> None:
         """Take in what workers have ready, and look after those that are stuck or dead."""
         for worker in self._workers:
             # of a job that nobody waits for any more, nothing is kept

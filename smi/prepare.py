@@ -1,0 +1,272 @@
+"""Prepares a mixture: rows of public and own sources -> compiled, checked, counted examples in data.mixture.
+
+python -m smi.prepare +recipe=rwkv7_pilot data.mirror=DIR
+python -m smi.prepare +recipe=rwkv7_pilot data.mirror=DIR prepare.tokens=100000
+python -m smi.prepare +recipe=rwkv7_pilot merge=[PART,PART]
+
+A run that was stopped or killed goes on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from smi.config import Config, SourceConfig
+    from smi.data.manifest import Manifest
+    from smi.data.mixture import Account, Plan
+
+MOST_WORKERS = 8
+# what may be written shorter on the command line
+SHORT = {"merge": "prepare.merge", "mirror": "data.mirror", "part": "prepare.part", "only": "prepare.only"}
+# seconds between two lines where there is no terminal
+LINE_EVERY = 10.0
+
+
+class Stopped(BaseException):
+    """SIGTERM came. Not an Exception, so that nothing takes it for an error of a row."""
+
+
+def prepare_mixture(config: Config) -> Manifest:
+    """One run, from a judged config to a finished mixture. Returns its manifest.
+
+    Raises:
+        ValueError: whatever is wrong with config, files and directory, and sources that ran dry.
+        OSError: a full disk, or the like; the same call goes on afterwards.
+    """
+    from rich.console import Console
+
+    from smi.data.manifest import FILE, check_shards, differences, merge, read_manifest
+    from smi.data.mixture import prepare
+    from smi.data.shards import write_text
+
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
+    if config.data.mixture is None:
+        raise ValueError("data.mixture is not set: name the directory for the mixture")
+    directory = Path(config.data.mixture)
+    if config.prepare.merge:
+        manifest = merge([Path(part) for part in config.prepare.merge], directory)
+        check_shards(manifest, directory)
+        if (directory / FILE).exists():
+            if found := list(differences(read_manifest(directory).settings, manifest.settings)):
+                raise ValueError(f"{directory} holds another mixture: {'; '.join(found[:10])}")
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_text(directory / FILE, manifest.text())
+    else:
+        with _display(console) as progress:
+            manifest = prepare(
+                make_plan(config),
+                directory,
+                workers=_workers(config.prepare.workers),
+                row_timeout=config.prepare.row_timeout,
+                accept_shortfall=config.prepare.on_shortfall == "accept",
+                progress=progress,
+                say=console.print,
+            )
+    console.print(summary(manifest))
+    console.print(f"mixture  {directory}")
+    return manifest
+
+
+def make_plan(config: Config) -> Plan:
+    """What the config says is to be prepared. Raises ValueError where it contradicts itself."""
+    from smi.data.mixture import Plan
+    from smi.data.sources import SourceSpec
+    from smi.tokenizer import load_tokenizer
+
+    data, how = config.data, config.prepare
+    if data.kind != "mixture" or not data.source:
+        raise ValueError("there are no sources to prepare: choose data=pilot, or name your own under data.source")
+    chosen = how.only or list(data.source)
+    if unknown := [name for name in chosen if name not in data.source]:
+        raise ValueError(f"prepare.only names {', '.join(unknown)}; there are {', '.join(data.source)}")
+    quotas = _quotas(data.source, how.tokens)
+    sources = [SourceSpec(n, s.files, s.adapter, quota=quotas[n]) for n, s in data.source.items() if n in chosen]
+    kept = ("dataset", "revision", "licence", "epochs")
+    return Plan(
+        sources=sources,
+        tokenizer=load_tokenizer(config.tokenizer.source),
+        root=Path(data.mirror or "."),
+        max_length=data.max_length,
+        seed=how.seed,
+        part=_part(how.part),
+        row_group_rows=how.row_group_rows,
+        shard_rows=how.shard_rows,
+        provenance={name: {key: getattr(data.source[name], key) for key in kept} for name in chosen},
+    )
+
+
+def _quotas(sources: dict[str, SourceConfig], tokens: int | None) -> dict[str, int | None]:
+    """Supervised tokens to take from each source: an epoch goes several times through some of them."""
+    for name, source in sources.items():
+        for what, value in (("quota", source.quota), ("weight", source.weight), ("epochs", source.epochs)):
+            if value is not None and value <= 0:
+                raise ValueError(f"data.source.{name}.{what} should be above 0, not {value}")
+    wanted: dict[str, float | None] = {name: source.quota for name, source in sources.items()}
+    weighted = [name for name, source in sources.items() if source.weight is not None]
+    if tokens is not None:
+        shares = {name: source.quota if source.weight is None else source.weight for name, source in sources.items()}
+        if lacking := [name for name, part in shares.items() if part is None]:
+            raise ValueError(f"prepare.tokens is shared out by weight or quota, and {', '.join(lacking)} has neither")
+        whole = sum(part for part in shares.values() if part is not None)
+        wanted = {name: tokens * part / whole for name, part in shares.items() if part is not None}
+    elif weighted:
+        raise ValueError(f"{', '.join(weighted)} has a weight: say with prepare.tokens what there is to share out")
+    return {name: None if w is None else max(1, round(w / sources[name].epochs)) for name, w in wanted.items()}
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise ValueError(f"prepare.part is {text!r}; it should be i/n, such as 0/4 for the first of four jobs")
+    return int(number), int(count)
+
+
+def _workers(wanted: int | None) -> int:
+    if wanted is not None:
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)
+
+
+def summary(manifest: Manifest) -> Any:
+    """What became of the rows, as a table: one line a source."""
+    from rich.table import Table
+
+    table = Table(title="Mixture")
+    table.add_column("source")
+    for column in ("rows in", "accepted", "rejected", "tokens", "supervised", "quota", "short by"):
+        table.add_column(column, justify="right")
+    table.add_column("rejected for", overflow="fold")
+    for name, account in manifest.sources.items():
+        rejected = account["rejected"]
+        counts = (account["rows"], account["accepted"], sum(rejected.values()), account["tokens"])
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items(), key=lambda r: -r[1]))
+        quota = "all" if account["quota"] is None else f"{account['quota']:,}"
+        table.add_row(
+            name,
+            *(f"{count:,}" for count in (*counts, account["supervised_tokens"])),
+            quota,
+            f"{account['shortfall']:,}",
+            reasons,
+        )
+    return table
+
+
+class _Pace:
+    """How fast a source goes, since this run began it."""
+
+    def __init__(self, account: Account) -> None:
+        self.began, self.rows, self.tokens = time.monotonic(), account.rows, account.tokens
+        self.supervised = account.supervised_tokens
+
+    def text(self, account: Account) -> str:
+        took = max(time.monotonic() - self.began, 1e-9)
+        text = f"{account.rows:,} rows  {(account.rows - self.rows) / took:,.0f} rows/s"
+        text += f"  {(account.tokens - self.tokens) / took:,.0f} tokens/s"
+        gained = account.supervised_tokens - self.supervised
+        if account.quota is None or not gained:
+            return text
+        left = max(0.0, (account.quota - account.supervised_tokens) * took / gained)
+        done = min(1.0, account.supervised_tokens / account.quota)
+        return f"{text}  {done:.0%} of its quota, at most {int(left) // 60}:{int(left) % 60:02d} left"
+
+
+@contextmanager
+def _display(console: Console) -> Iterator[Any]:
+    """A bar a source in a terminal, a line from time to time elsewhere."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    paces: dict[str, _Pace] = {}
+    if not console.is_terminal:
+        last = time.monotonic()
+
+        def line(source: str, account: Account) -> None:
+            nonlocal last
+            pace = paces.setdefault(source, _Pace(account))
+            if time.monotonic() - last >= LINE_EVERY:
+                last = time.monotonic()
+                console.print(f"{source}  {pace.text(account)}")
+
+        yield line
+        return
+    tasks: dict[str, Any] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=console) as bars:
+
+        def bar(source: str, account: Account) -> None:
+            pace = paces.setdefault(source, _Pace(account))
+            if source not in tasks:
+                tasks[source] = bars.add_task(source, total=account.quota, text="")
+            bars.update(tasks[source], completed=account.supervised_tokens, text=pace.text(account))
+
+        yield bar
+
+
+def _usage() -> str:
+    from smi.config import recipes
+
+    names = ", ".join(recipes())
+    return f"{__doc__}\nrecipes: {names}; only those with sources can be prepared\nall settings: add --cfg job"
+
+
+def main() -> None:
+    """The command line."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import DictConfig
+
+    from smi.config import ConfigError, check_override, config_dir, judge, register
+
+    if len(sys.argv) == 1:
+        print(_usage())
+        sys.exit(2)
+    for i, argument in enumerate(sys.argv[1:], 1):
+        key, equals, value = argument.partition("=")
+        if equals and key in SHORT:
+            sys.argv[i] = f"{SHORT[key]}={value}"
+    try:
+        for argument in sys.argv[1:]:
+            check_override(argument)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    register()
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="prepare")
+    def run(composed: DictConfig) -> None:
+        try:
+            prepare_mixture(judge(composed))
+        except OSError as error:
+            print(f"error: {error}; once that is put right, the same command goes on from here", file=sys.stderr)
+            sys.exit(2)
+        except (ValueError, RuntimeError) as error:
+            if HydraConfig.get().mode != RunMode.RUN:  # in a sweep the other jobs go on
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except (KeyboardInterrupt, Stopped) as error:
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            sys.exit(128 + (signal.SIGTERM if isinstance(error, Stopped) else signal.SIGINT))
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
