@@ -121,6 +121,11 @@ class RowCompiler:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open": None}
 
+    def warm_up(self) -> None:
+        """See `smi.data.workers.Work`."""
+        words = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        self._chunk(0, [to_stream(words), ProtocolError("none", "", "")])
+
     def __call__(self, task: Stretch, attempt: Attempt, mark: Mark) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The chunks of a stretch, each with the number of the row after it."""
         convert = get_adapter(self.sources[task.source].adapter).convert

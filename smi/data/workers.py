@@ -1,9 +1,9 @@
 """Worker processes that keep order: results come back as though one process had made them all, one after another.
 
-A worker marks the row that it is at. One that stays at a row for too long is killed, one that crashes is found dead;
-either way its task is done again from the first row that had not come back, row by row, and the row at which it
-fails again is refused. Its neighbours come out as if nothing had been. No worker outlives its parent, however that
-one dies.
+A worker marks the row that it is at. One that stays at a row for too long is killed, and the row is refused; one that
+dies at a row is followed by another, and the row at which that one dies as well is refused. Where many rows were being
+worked on at once, they are done again one by one to find the one to blame. Its neighbours come out as if nothing had
+been. No worker outlives its parent, however that one dies.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ class Attempt:
     first: rows before this one have been done.
     refused: rows not to be touched, with the reason.
     singly: row by row, so that a failure has one row to blame.
+    suspect: the row at which a worker died.
     """
 
     first: int = 0
     refused: dict[int, str] = field(default_factory=dict)
     singly: bool = False
+    suspect: int | None = None
 
 
 class Mark(Protocol):
@@ -65,6 +67,10 @@ class Work(Protocol[TaskIn]):
     @property
     def schema(self) -> pa.Schema:
         """Of the chunks."""
+        ...
+
+    def warm_up(self) -> None:
+        """Load and compile what the first row would otherwise be charged for."""
         ...
 
     def __call__(self, task: TaskIn, attempt: Attempt, mark: Mark) -> Iterator[tuple[int, pa.RecordBatch]]: ...
@@ -259,13 +265,16 @@ class Workers(Generic[Task]):
         row = worker.at[0]
         worker.end()
         jobs = list(worker.jobs)
-        if jobs and row != _IDLE:
+        if jobs and row >= 0:
             attempt = jobs[0].attempt
-            if attempt.singly and row >= 0:
-                if row in attempt.refused:
-                    raise RuntimeError(f"{jobs[0].task}: a worker fails at row {row} even without working on it")
+            if row in attempt.refused:
+                raise RuntimeError(f"{jobs[0].task}: a worker fails at row {row} even without working on it")
+            # what kills a worker once may have come from outside
+            if worker.cause == "time_out" or attempt.suspect == row:
                 attempt.refused[row] = worker.cause
-            attempt.singly = True
+            attempt.suspect = row
+        elif jobs and row == _BATCH and not jobs[0].attempt.singly:
+            jobs[0].attempt.singly = True
         else:
             self._deaths += 1
             if self._deaths >= DEATHS:
@@ -305,6 +314,7 @@ def _serve(tasks: Connection, results: Connection, at: Any, work: Work[Any], par
         at[0] = _BATCH if row is None else row
         at[1] += 1
 
+    work.warm_up()
     while True:
         try:
             task, attempt = tasks.recv()
