@@ -1,9 +1,9 @@
 """Loading tokenizers so that payloads stay text: lossless, and never a special or structural id.
 
 Two encoders stand behind one class. World-form vocabularies (greedy longest match over bytes, as in RWKV
-World) go to a trie in native code; every other tokenizer.json to the `tokenizers` library, from a copy that
-knows no special tokens. Both decode through a table of the bytes that each id stands for, so decoding inverts
-encoding exactly.
+World) go to `smi.tokenizer_trie`, linear where the library's form of them is cubic; every other tokenizer.json to
+the `tokenizers` library, from a copy that knows no special tokens. Both decode through a table of the bytes that
+each id stands for, so decoding inverts encoding exactly.
 Protocol sections: "Security", "Reference Serialization", "Recommended Token Allocation".
 """
 
@@ -13,16 +13,22 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from smi import tokenizer_json
+from smi.protocol.codec import flatten
 from smi.protocol.tokens import SEQUENCE_TOKENS, SLOTS, slot_tokens
+
+if TYPE_CHECKING:
+    from smi.tokenizer_trie import LongestMatch
 
 WORLD = "rwkv_world"
 # made by smi.data.compact for the quickstart
@@ -67,8 +73,14 @@ class Tokenizer:
             lost.add((self._pieces[id] or b"").decode("utf-8", "ignore"))
             self._pieces[id] = None
         self._byte_ids = tokenizer_json.byte_ids(plain, self._pieces)
-        self._exact = tokenizer_json.is_world_form(plain)
-        self._encode_plain = _trie_encoder(self._pieces) if self._exact else _library_encoder(plain)
+        self._match: LongestMatch | None = None
+        if tokenizer_json.is_world_form(plain):
+            # imported here: it brings numba, which only this form needs
+            from smi.tokenizer_trie import LongestMatch
+
+            self._match = LongestMatch(self._pieces)
+        else:
+            self._encode_plain = _library_encoder(plain)
         # spellings that some vocabularies take for something other than text, the longest first
         awkward = {text for text, id in ids.items() if self._pieces[id] is None or text[:3] == "<0x"}
         self._spellings = sorted((awkward | lost | {_BLANK}) - {""}, key=lambda text: (-len(text), text))
@@ -94,11 +106,23 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, the same as one by one."""
-        if self._exact:
-            return self._encode_plain(texts)
+        if self._match is not None:
+            row, bounds = self._match(texts)
+            ids, cuts = row.tolist(), bounds.tolist()
+            return [ids[start:end] for start, end in pairwise(cuts)]
         prefixed = [self._prefix + text if text else "" for text in texts]
         batch = self._encode_plain(prefixed)
         return [self._verified(ids, text) for ids, text in zip(batch, prefixed, strict=True)]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids of many texts in one row, int32 [T], and its bounds, int64 [texts + 1]: text i has ids b[i] to b[i + 1].
+
+        The fast way for a World-form vocabulary, several times `encode_batch`: no object is made per token, and the
+        interpreter's lock is released, so that threads encode side by side.
+        """
+        if self._match is not None:
+            return self._match(texts)
+        return flatten(self.encode_batch(texts))
 
     def decode(self, ids: Iterable[int], errors: Literal["strict", "replace"] = "strict") -> str:
         """The text of text ids, the exact inverse of `encode`.
@@ -150,7 +174,7 @@ class Tokenizer:
     def _not_text(self) -> list[str]:
         """Spellings that the library, left to itself, takes for something other than their text."""
         apart = {token["content"] for token in self._document["added_tokens"] if self._pieces[token["id"]] is None}
-        if not self._exact:
+        if self._match is None:
             texts = [self._prefix + text for text in self._spellings]
             found = zip(self._spellings, texts, self._encode_plain(texts), strict=True)
             apart |= {spelling for spelling, text, ids in found if self._bytes(ids) != text.encode()}
@@ -287,24 +311,6 @@ def _spelling(token: object) -> str | None:
     """The text of a token that a configuration names, as text or as an object; None for anything else."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def _trie_encoder(pieces: list[bytes | None]) -> Callable[[Sequence[str]], list[list[int]]]:
-    """The native encoder for a World-form vocabulary; linear time, where the library's form takes cubic."""
-    from pyrwkv_tokenizer import RWKVTokenizer
-
-    def line(id: int, piece: bytes) -> str:
-        escapes = piece.hex("|").replace("|", "\\x")
-        return f"{id} b'\\x{escapes}' {len(piece)}\n"
-
-    lines = [line(id, piece) for id, piece in enumerate(pieces) if piece]
-    # it reads vocabularies from files alone
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "vocabulary.txt"
-        path.write_text("".join(lines), encoding="utf-8")
-        encode = RWKVTokenizer(vocab_filepath=str(path)).encode
-    # one by one: its batch call starts threads, which do not survive the fork of a loader worker
-    return lambda texts: [encode(text) for text in texts]
 
 
 def _library_encoder(plain: dict[str, Any]) -> Callable[[Sequence[str]], list[list[int]]]:

@@ -5,8 +5,8 @@ Protocol sections: "Security", "Recommended Token Allocation".
 
 from __future__ import annotations
 
-import ast
 import copy
+import gzip
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -181,14 +181,15 @@ def is_world_form(plain: dict[str, Any]) -> bool:
 
 def world_files() -> tuple[dict[str, Any], dict[str, Any]]:
     """The RWKV World vocabulary as the tokenizer.json and tokenizer_config.json of public checkpoints."""
-    text = files("pyrwkv_tokenizer").joinpath("rwkv_vocab_v20230424.txt").read_text(encoding="utf-8")
-    # a line is: id, the token as a Python literal (text or bytes), its length in bytes
-    lines = [line.partition(" ") for line in text.split("\n") if line]
-    tokens = ast.literal_eval("[" + ",".join(rest.rpartition(" ")[0] for _, _, rest in lines) + "]")
+    packed = files("smi").joinpath("tokenizers", "rwkv_world", "vocabulary.gz").read_bytes()
+    data = gzip.decompress(packed)
     pieces = {_WORLD_EOS: 0}
-    for (id, _, _), token in zip(lines, tokens, strict=True):
-        data = token.encode() if isinstance(token, str) else token
-        pieces[data.decode("latin-1").translate(_CHAR_OF_BYTE)] = int(id)
+    start = 0
+    # a record is: the length of the token in one byte, its bytes
+    while start < len(data):
+        end = start + 1 + data[start]
+        pieces[data[start + 1 : end].decode("latin-1").translate(_CHAR_OF_BYTE)] = len(pieces)
+        start = end
     # rows past the last token exist in every checkpoint; no byte-level text can match these spellings
     for id in range(len(pieces), WORLD_ROWS):
         pieces[f"\ue000{id}\ue001"] = id

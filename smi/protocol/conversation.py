@@ -26,6 +26,7 @@ Reasoning = Literal["keep", "last", "drop"]
 
 # the names the ecosystem gives to the reasoning of an assistant message
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_ASSISTANT_FIELDS = ("tool_calls", *_REASONING)
 
 # fields that carry content of a kind the protocol layer would otherwise lose without a word
 _FOREIGN_FIELDS = {
@@ -85,6 +86,7 @@ def to_stream(conversation: Conversation, *, reasoning: Reasoning = "keep", requ
 
     transmissions: list[list[Block]] = [header] if header else []
     supervised = False
+    last_side: Side | None = Side.RUNTIME if header else None
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         blocks = _blocks(message, calls, where, index >= thinks_from)
@@ -93,9 +95,11 @@ def to_stream(conversation: Conversation, *, reasoning: Reasoning = "keep", requ
         supervised = supervised or side is Side.MODEL
         if pending and first not in (BlockType.SYS, BlockType.DEV):
             _extend(transmissions, pending)
+            last_side = Side.RUNTIME
             pending = []
-        if not transmissions or transmissions[-1][-1].type.side is not side:
+        if last_side is not side:
             transmissions.append(blocks)
+            last_side = side
             continue
         before = transmissions[-1][-1].type
         if not in_order(before, first):
@@ -215,16 +219,17 @@ def _blocks(message: object, calls: _Calls, where: str, thinks: bool) -> list[Bl
     role = message.get("role")
     if role not in ROLES:
         raise ProtocolError("role", where, f"unknown role {role!r}; known: {', '.join(ROLES)}")
-    for field, advice in _FOREIGN_FIELDS.items():
-        if message.get(field):
-            raise ProtocolError("field", where, f"{field} is not supported; {advice}")
+    if not message.keys().isdisjoint(_FOREIGN_FIELDS):
+        for field, advice in _FOREIGN_FIELDS.items():
+            if message.get(field):
+                raise ProtocolError("field", where, f"{field} is not supported; {advice}")
     if role == "assistant":
         # a weight asks for less training than a supervised message gets: to overlook it would train on the unwanted
         if message.get("weight") not in (None, 1):
             raise ProtocolError("field", where, "every assistant message is trained on: a weight can only be 1")
         return _assistant(message, calls, where, thinks)
-    for field in ("tool_calls", *_REASONING):
-        if message.get(field):
+    if not message.keys().isdisjoint(_ASSISTANT_FIELDS):
+        for field in filter(message.get, _ASSISTANT_FIELDS):
             raise ProtocolError("field", where, f"only an assistant message may carry {field}")
     if role == "tool":
         return [calls.answer(message, where)]
@@ -249,10 +254,12 @@ def answers_a_call(payload: str) -> bool:
 
 
 def _assistant(message: dict[str, Any], calls: _Calls, where: str, thinks: bool) -> list[Block]:
-    thoughts = [_payload(message.get(field), where) for field in _REASONING]
-    thoughts = [thought for thought in thoughts if _says(thought)]
-    if len(set(thoughts)) > 1:
-        raise ProtocolError("reasoning", where, f"{', '.join(_REASONING)} differ; give one of them")
+    thoughts: list[Payload | None] = []
+    if not message.keys().isdisjoint(_REASONING):
+        thoughts = [_payload(message.get(field), where) for field in _REASONING]
+        thoughts = [thought for thought in thoughts if _says(thought)]
+        if len(set(thoughts)) > 1:
+            raise ProtocolError("reasoning", where, f"{', '.join(_REASONING)} differ; give one of them")
     content = _payload(message.get("content"), where)
     requested = message.get("tool_calls")
     if requested is None:
@@ -262,7 +269,8 @@ def _assistant(message: dict[str, Any], calls: _Calls, where: str, thinks: bool)
     blocks = [Block(BlockType.THINK, thoughts[0])] if thoughts and thinks and thoughts[0] is not None else []
     if content is not None and _says(content):
         blocks.append(Block(BlockType.OUT, content))
-    blocks += [calls.make(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(requested)]
+    if requested:
+        blocks += [calls.make(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(requested)]
     if not blocks and thoughts:
         raise ProtocolError("empty_turn", where, "nothing is left of the message without its reasoning")
     if not blocks:
@@ -272,7 +280,7 @@ def _assistant(message: dict[str, Any], calls: _Calls, where: str, thinks: bool)
 
 def _says(payload: Payload | None) -> bool:
     """Whether there is more to a payload than white space."""
-    return bool(payload.strip() if isinstance(payload, str) else payload)
+    return bool(payload) and not (isinstance(payload, str) and payload.isspace())
 
 
 def _payload(content: object, where: str) -> Payload | None:
@@ -280,7 +288,7 @@ def _payload(content: object, where: str) -> Payload | None:
     if content is None:
         return None
     if isinstance(content, str):
-        return check_text(content, where)
+        return content if content.isascii() else check_text(content, where)
     if not isinstance(content, list):
         raise ProtocolError("content", where, f"content must be text or a list of parts, got {type(content).__name__}")
     parts = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]

@@ -128,6 +128,11 @@ def loads(text: str) -> Any:
     Raises ProtocolError "json" (syntax), "duplicate_key", "number" (NaN, infinities, integers past the range
     of a double), "text" (lone surrogates) or "nesting" (more than 64 levels).
     """
+    return read(text)[0]
+
+
+def read(text: str) -> tuple[Any, str]:
+    """As `loads`, with the value's canonical text, the one that `dumps` gives."""
     check_text(text, "")
     try:
         if text.startswith("\ufeff"):
@@ -137,5 +142,4 @@ def loads(text: str) -> Any:
         raise ProtocolError("json", "", f"not valid JSON: {error}") from None
     except RecursionError:
         raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels") from None
-    dumps(value)
-    return value
+    return value, dumps(value)

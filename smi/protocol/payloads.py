@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from smi.protocol.json_text import dumps, loads
+from smi.protocol.json_text import dumps, loads, read
 from smi.protocol.stream import Payload, ProtocolError
 
 __all__ = [
@@ -186,8 +186,7 @@ def _validator(schema: str) -> tuple[Any, str | None]:
 def _arguments(arguments: object, where: str = "arguments") -> str:
     """The JSON text of the arguments of a call; the same for a mapping and for its JSON text."""
     try:
-        value = loads(arguments) if isinstance(arguments, str) else arguments
-        text = dumps(value)
+        value, text = read(arguments) if isinstance(arguments, str) else (arguments, dumps(arguments))
     except ProtocolError as error:
         raise ProtocolError("arguments", where, str(error)) from None
     if not isinstance(value, dict):

@@ -133,20 +133,14 @@ class Block:
         return self.payload
 
 
-# the header of a runtime transmission comes in this order; USR and OBS follow as they came
-_RANK = {
-    BlockType.CTRL: 0,
-    BlockType.SYS: 1,
-    BlockType.DEV: 2,
-    BlockType.CAPS: 3,
-    BlockType.USR: 4,
-    BlockType.OBS: 4,
-}
+# the header of a runtime transmission comes in the order of the types; USR and OBS follow as they came
+# by the value of the type; a dictionary would call the hash of an enum, which runs in Python
+_RANK = tuple(min(block, BlockType.USR) for block in BlockType if block < BlockType.THINK)
 
 
 def in_order(before: BlockType, after: BlockType) -> bool:
     """Whether `after` may follow `before` within one transmission; both must be of the same side."""
-    return before.side is Side.MODEL or _RANK[before] <= _RANK[after]
+    return before >= BlockType.THINK or _RANK[before] <= _RANK[after]
 
 
 def check_follows(before: BlockType, after: BlockType, where: str) -> None:
@@ -170,6 +164,8 @@ class Transmission:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ProtocolError("empty_transmission", "", "a transmission holds at least one block")
+        if len(self.blocks) == 1:
+            return
         for index, (before, after) in enumerate(zip(self.blocks, self.blocks[1:], strict=False), start=1):
             check_follows(before.type, after.type, f"blocks[{index}]")
 

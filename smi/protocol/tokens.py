@@ -48,7 +48,7 @@ class BlockType(IntEnum):
         """The spelling of the structural token, such as `<|usr|>`; ValueError for EOS, which has none."""
         if self is BlockType.EOS:
             raise ValueError("EOS has no structural token: it is the tokenizer's own end-of-sequence token")
-        return f"<|{self.name.lower()}|>"
+        return STRUCTURAL_TOKENS[self]
 
     @property
     def side(self) -> Side:
@@ -58,7 +58,7 @@ class BlockType(IntEnum):
         return Side.MODEL if self >= BlockType.THINK else Side.RUNTIME
 
 
-STRUCTURAL_TOKENS: tuple[str, ...] = tuple(block.token for block in BlockType if block <= BlockType.EOT)
+STRUCTURAL_TOKENS: tuple[str, ...] = tuple(f"<|{block.name.lower()}|>" for block in BlockType if block <= BlockType.EOT)
 """The ten spellings in slot order, `<|ctrl|>` to `<|eot|>`."""
 
 
