@@ -54,11 +54,12 @@ class TokenizerConfig:
 
 @dataclass
 class SourceConfig:
-    """Rows of one kind: files, and the adapter that reads them.
+    """Rows of one kind: files, and the adapter that reads them; see `smi.data.sources.SourceSpec`.
 
     `quota` is in supervised tokens an epoch of training; with `prepare.tokens` it is a share, as `weight` is, which
-    stands for it there. An epoch goes through the prepared rows of a source `epochs` times. `dataset`, `revision` and
-    `licence` record where the files come from; they travel in the run's config and in the mixture's manifest.
+    stands for it there. An epoch goes through the prepared rows of a source `epochs` times. With a `dataset`, files
+    are those of its `revision`. `columns` are the adapter's names of columns and the files' names for them, `filters`
+    conditions such as `score >= 0.8`.
     """
 
     files: list[str] = MISSING
@@ -69,6 +70,13 @@ class SourceConfig:
     dataset: str | None = None
     revision: str | None = None
     licence: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    filters: list[str] = field(default_factory=list)
+
+
+def source_options(source: SourceConfig) -> dict[str, Any]:
+    """The arguments of `smi.data.sources.SourceSpec`, but its name."""
+    return {key: value for key, value in vars(source).items() if key != "epochs"}
 
 
 @dataclass
@@ -104,7 +112,10 @@ class PrepareConfig:
     row that hangs hangs the run; `row_timeout`: seconds that a worker may spend at one row. `tokens`: supervised
     tokens an epoch, shared out by quotas or weights. `seed`: of the order in which files are read. `on_shortfall`:
     error or accept, where a source runs dry before its quota. `only`: these sources; `part`: i/n, the i-th (from 0)
-    of n jobs that share every source; `merge`: directories of such jobs, to be made one mixture.
+    of n jobs that share every source; `merge`: directories of such jobs, to be made one mixture. `download`: bring the
+    files of hub sources to `data.mirror`, and no more. `dedupe`: exact, normalised (but for white space and ids), or
+    near, from a likeness of `near_threshold` on, and at most a share of `near_limit`. `held_out_files`: conversations or
+    texts to be measured with; a row that shares a long run of words with them is left out.
     """
 
     workers: int | None = None
@@ -117,6 +128,11 @@ class PrepareConfig:
     only: list[str] = field(default_factory=list)
     part: str = "0/1"
     merge: list[str] = field(default_factory=list)
+    download: bool = False
+    dedupe: str = "exact"
+    near_threshold: float = 0.8
+    near_limit: float = 0.5
+    held_out_files: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -201,6 +217,7 @@ class Config:
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.kind": ("synthetic", "files", "mixture"),
     "prepare.on_shortfall": ("error", "accept"),
+    "prepare.dedupe": ("exact", "normalised", "near"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
     "trainer.export": ("hf", "native"),
     "hardware.accelerator": ("cpu", "gpu"),

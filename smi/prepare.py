@@ -2,6 +2,7 @@
 
 python -m smi.prepare +recipe=rwkv7_pilot data.mirror=DIR
 python -m smi.prepare +recipe=rwkv7_pilot data.mirror=DIR prepare.tokens=100000
+python -m smi.prepare +recipe=rwkv7_pilot mirror=DIR download=true       # the files, once; nothing else
 python -m smi.prepare +recipe=rwkv7_pilot merge=[PART,PART]
 
 A run that was stopped or killed goes on when the same command is given again.
@@ -24,16 +25,31 @@ if TYPE_CHECKING:
     from smi.config import Config, SourceConfig
     from smi.data.manifest import Manifest
     from smi.data.mixture import Account, Plan
+    from smi.data.sources import SourceSpec
 
 MOST_WORKERS = 8
 # what may be written shorter on the command line
-SHORT = {"merge": "prepare.merge", "mirror": "data.mirror", "part": "prepare.part", "only": "prepare.only"}
+SHORT = {"mirror": "data.mirror"} | {name: f"prepare.{name}" for name in ("download", "merge", "only", "part")}
 # seconds between two lines where there is no terminal
 LINE_EVERY = 10.0
 
 
 class Stopped(BaseException):
     """SIGTERM came. Not an Exception, so that nothing takes it for an error of a row."""
+
+
+def download_sources(config: Config) -> None:
+    """Brings the files of the sources on the hub to `data.mirror`. Raises ValueError and OSError as `hub.download`."""
+    from smi.data.hub import download
+
+    if config.data.mirror is None:
+        raise ValueError("data.mirror is not set: name the directory that the files are to be in")
+
+    def show(file: Any, done: int) -> None:
+        print(f"{file.path}  {done / max(file.size, 1):.0%} of {file.size / 1e6:,.1f} MB", flush=True)
+
+    files = download(_specs(config), config.data.mirror, show)
+    print(f"{len(files)} files are in {config.data.mirror}")
 
 
 def prepare_mixture(config: Config) -> Manifest:
@@ -81,8 +97,30 @@ def prepare_mixture(config: Config) -> Manifest:
 def make_plan(config: Config) -> Plan:
     """What the config says is to be prepared. Raises ValueError where it contradicts itself."""
     from smi.data.mixture import Plan
-    from smi.data.sources import SourceSpec
     from smi.tokenizer import load_tokenizer
+
+    data, how = config.data, config.prepare
+    return Plan(
+        sources=_specs(config),
+        tokenizer=load_tokenizer(config.tokenizer.source),
+        root=data.mirror or "hf://",
+        max_length=data.max_length,
+        dedupe=how.dedupe,
+        near_threshold=how.near_threshold,
+        near_limit=how.near_limit,
+        held_out=how.held_out_files,
+        seed=how.seed,
+        part=_part(how.part),
+        row_group_rows=how.row_group_rows,
+        shard_rows=how.shard_rows,
+        epochs={name: source.epochs for name, source in data.source.items()},
+    )
+
+
+def _specs(config: Config) -> list[SourceSpec]:
+    """The sources that are asked for, with what is to be taken from each."""
+    from smi.config import source_options
+    from smi.data.sources import SourceSpec
 
     data, how = config.data, config.prepare
     if data.kind != "mixture" or not data.source:
@@ -91,19 +129,7 @@ def make_plan(config: Config) -> Plan:
     if unknown := [name for name in chosen if name not in data.source]:
         raise ValueError(f"prepare.only names {', '.join(unknown)}; there are {', '.join(data.source)}")
     quotas = _quotas(data.source, how.tokens)
-    sources = [SourceSpec(n, s.files, s.adapter, quota=quotas[n]) for n, s in data.source.items() if n in chosen]
-    kept = ("dataset", "revision", "licence", "epochs")
-    return Plan(
-        sources=sources,
-        tokenizer=load_tokenizer(config.tokenizer.source),
-        root=Path(data.mirror or "."),
-        max_length=data.max_length,
-        seed=how.seed,
-        part=_part(how.part),
-        row_group_rows=how.row_group_rows,
-        shard_rows=how.shard_rows,
-        provenance={name: {key: getattr(data.source[name], key) for key in kept} for name in chosen},
-    )
+    return [SourceSpec(n, **source_options(s) | {"quota": quotas[n]}) for n, s in data.source.items() if n in chosen]
 
 
 def _quotas(sources: dict[str, SourceConfig], tokens: int | None) -> dict[str, int | None]:
@@ -242,6 +268,8 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    if not any(argument.startswith(("+recipe=", "data=", "--")) for argument in sys.argv[1:]):
+        sys.argv.append("data=pilot")
     register()
 
     def stop(number: int, frame: Any) -> None:
@@ -252,7 +280,8 @@ def main() -> None:
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="prepare")
     def run(composed: DictConfig) -> None:
         try:
-            prepare_mixture(judge(composed))
+            config = judge(composed)
+            (download_sources if config.prepare.download else prepare_mixture)(config)
         except OSError as error:
             print(f"error: {error}; once that is put right, the same command goes on from here", file=sys.stderr)
             sys.exit(2)

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.text import Text
 
 from smi.data.adapters import ADAPTERS, Adapter, get_adapter
+from smi.data.budget import MAX_ROW_BYTES
 from smi.data.pipeline import Compiler, Rejection
 from smi.data.sources import (
-    MAX_ROW_BYTES,
     Block,
     Location,
     SourceSpec,
@@ -96,7 +96,8 @@ def _row(source: str, row: int, adapter: Adapter) -> tuple[Conversation | Protoc
 def _file_row(path: Path, row: int, adapter: Adapter) -> dict | ProtocolError:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    find_files(SourceSpec(path.name, str(path), adapter.name))
+    # to look at rows is not to train on them
+    find_files(SourceSpec(path.name, str(path), adapter.name), held_out=True)
     if missing := missing_columns(path, adapter.needs):
         raise ValueError(
             f"{path} has no column {missing[0]}, which the adapter {adapter.name!r} needs; "

@@ -14,11 +14,26 @@ import pyarrow.parquet as pq
 
 from smi.data.compiling import RowCompiler
 from smi.data.mixture import Plan, prepare
-from smi.data.pipeline import fingerprint
 from smi.data.sources import SourceSpec
 from smi.tokenizer import load_tokenizer
 
-WORDS = "the lamp costs nine euros and stands in aisle two beside a small blue kettle".split()
+WORDS = [
+    "the",
+    "lamp",
+    "costs",
+    "nine",
+    "euros",
+    "and",
+    "stands",
+    "in",
+    "aisle",
+    "two",
+    "beside",
+    "a",
+    "small",
+    "blue",
+    "kettle",
+]
 
 
 def talk(rng: random.Random, mark: str = "") -> list[dict[str, Any]]:
@@ -76,17 +91,11 @@ class TroubledCompiler(RowCompiler):
             os._exit(7)
         return super()._parse(row, convert)
 
-
-def key(stream: Any) -> bytes:
-    """A duplicate key that takes for ever for some rows, where many are worked on at once."""
-    if "CRAWL" in str(stream):
-        time.sleep(600)
-    return fingerprint(stream)
-
-
-def troubled(plan: Plan) -> RowCompiler:
-    sources = {source.name: source for source in plan.sources}
-    return TroubledCompiler(sources, plan.root, plan.tokenizer, plan.max_length, key=key)
+    def _key(self, stream: Any, mark: bytes) -> bytes:
+        # where many rows are worked on at once
+        if "CRAWL" in str(stream):
+            time.sleep(600)
+        return super()._key(stream, mark)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,22 @@
 """Adapters: what each makes of a row, and the rows it refuses."""
 
+import ast
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smi.data.adapters import ADAPTERS, get_adapter
-from smi.protocol.conversation import Conversation
+import smi
+from smi.data import budget
+from smi.data.adapters import ADAPTERS, adapter_for, get_adapter
+from smi.data.budget import check_value
+from smi.data.filters import parse_filter
+from smi.data.reasons import REASONS, describe
+from smi.data.sources import SourceSpec
+from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.stream import ProtocolError
 
 TOOLS = [{"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}]
@@ -22,7 +33,7 @@ def refused(name: str, row: dict[str, Any]) -> str:
 
 
 def test_adapters_are_found_by_name() -> None:
-    assert set(ADAPTERS) == {"messages", "sharegpt", "hermes", "aya", "openr1", "opencode"}
+    assert set(ADAPTERS) == {"messages", "openai_tools", "sharegpt", "hermes", "aya", "openr1", "opencode"}
     assert get_adapter("aya").columns == ("inputs", "targets")
     with pytest.raises(ValueError, match="no adapter is named 'hermez'; known are messages"):
         get_adapter("hermez")
@@ -196,3 +207,285 @@ def test_aya_needs_both_sides() -> None:
     assert convert("aya", {"inputs": " q ", "targets": "a"}).messages[0] == {"role": "user", "content": " q "}
     assert refused("aya", {"inputs": None, "targets": "a"}) == "schema"
     assert refused("aya", {"inputs": "q", "targets": " "}) == "empty_turn"
+
+
+def test_messages_takes_nested_values_as_json_text_in_any_column() -> None:
+    talk = '[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]'
+    assert convert("messages", {"messages": talk, "tools": "[]"}).messages[1]["content"] == "ho"
+    assert refused("messages", {"messages": "hi"}) == "json"
+
+
+THOUGHTS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "first"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d", "thinking": "second"},
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        (None, "keep"),
+        ({}, "keep"),
+        ({"preserve_thinking": None}, "keep"),
+        ({"preserve_thinking": True}, "keep"),
+        ({"preserve_thinking": False, "other": 1}, "last"),
+        ('{"preserve_thinking": false}', "last"),
+    ],
+)
+def test_preserve_thinking_says_which_reasoning_stays(settings: Any, kept: Any) -> None:
+    talk = convert("messages", {"messages": THOUGHTS, "chat_template_kwargs": settings})
+    assert to_stream(talk) == to_stream(Conversation(THOUGHTS), reasoning=kept)
+    assert "reasoning_content" in THOUGHTS[1]
+
+
+def test_preserve_thinking_is_true_or_false() -> None:
+    for settings in ({"preserve_thinking": "yes"}, [], 5):
+        assert refused("messages", {"messages": THOUGHTS, "chat_template_kwargs": settings}) == "schema"
+
+
+def test_openai_tools_takes_calls_with_ids_as_they_are() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "find", "arguments": '{"q": "a"}'}}
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "r"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    tools = [{"type": "function", "function": TOOLS[0]}]
+    assert convert("openai_tools", {"messages": talk, "tools": tools}) == Conversation(talk, tools)
+
+
+def test_openai_tools_gives_ids_to_calls_of_functions() -> None:
+    legacy = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "find", "arguments": '{"q": "a"}'}},
+        {"role": "function", "name": "find", "content": "r"},
+        {"role": "assistant", "content": None, "function_call": {"name": "find", "arguments": "{}"}},
+        {"role": "function", "name": "find", "content": "s"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    talk = convert("openai_tools", {"messages": legacy, "functions": TOOLS})
+    assert talk.tools == TOOLS
+    assert [m["tool_calls"][0]["id"] for m in talk.messages if "tool_calls" in m] == ["a1", "a2"]
+    assert [m["tool_call_id"] for m in talk.messages if m["role"] == "tool"] == ["a1", "a2"]
+    to_stream(talk)
+    twice = [*legacy[:3], legacy[2]]
+    other = [*legacy[:2], {"role": "function", "name": "lose", "content": "r"}]
+    for orphan in (twice, other, legacy[2:]):
+        assert refused("openai_tools", {"messages": orphan, "functions": TOOLS}) == "orphan_observation"
+    both = [legacy[1] | {"tool_calls": [{"id": "x"}]}]
+    assert refused("openai_tools", {"messages": both, "functions": TOOLS}) == "tool_calls"
+    assert refused("openai_tools", {"messages": legacy, "functions": TOOLS, "tools": TOOLS}) == "tools"
+
+
+def test_sharegpt_takes_a_column_of_system_text() -> None:
+    row = {"conversations": '[{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]', "system": "s"}
+    assert [m["role"] for m in convert("sharegpt", row).messages] == ["system", "user", "assistant"]
+    assert len(convert("sharegpt", row | {"system": ""}).messages) == 2
+    assert refused("sharegpt", row | {"system": 5}) == "schema"
+
+
+def test_a_score_is_no_truth_value() -> None:
+    assert refused("opencode", {"input": "q", "output": "a", "average_test_score": True}) == "score"
+
+
+def source(adapter: str, **settings: Any) -> SourceSpec:
+    return SourceSpec("mine", "x.jsonl", adapter, **settings)
+
+
+def test_columns_go_by_the_names_of_the_source() -> None:
+    adapter = adapter_for(source("aya", columns={"inputs": "question"}))
+    assert adapter.needs == (("question",), ("targets",))
+    assert adapter.columns == ("question", "targets")
+    # its own name is of no account where another stands for it
+    talk = adapter.convert({"question": "q", "targets": "a", "inputs": "other"})
+    assert talk.messages[0]["content"] == "q"
+    with pytest.raises(ValueError, match=r"'mine': the adapter 'aya' has no column input; it has inputs, targets"):
+        adapter_for(source("aya", columns={"input": "question"}))
+
+
+def test_filters_leave_rows_out_and_ask_for_their_columns() -> None:
+    adapter = adapter_for(source("aya", filters=['lang in ["eng", "fra"]', "score >= 0.5"]))
+    assert adapter.columns == ("inputs", "targets", "lang", "score")
+    row = {"inputs": "q", "targets": "a", "lang": "fra", "score": "0.5"}
+    assert adapter.convert(row).messages[1]["content"] == "a"
+    assert pickle.loads(pickle.dumps(adapter)).convert(row) == adapter.convert(row)
+    for change in ({"lang": "deu"}, {"lang": None}, {"score": 0.4}, {"score": "nan"}, {"score": None}):
+        with pytest.raises(ProtocolError) as caught:
+            adapter.convert(row | change)
+        assert caught.value.reason == "filtered"
+    assert str(caught.value) == "score: None is not >= 0.5 [filtered]"
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "good"),
+    [
+        ("n == 1", 1, True),
+        ("n == 1", 1.0, True),
+        ("n == 1", True, False),
+        ("n == true", 1, False),
+        ("n == null", None, True),
+        ("n != null", 0, True),
+        ('n != "a in b"', "c", True),
+        ("n not in [1, null]", None, False),
+        ("n not in [1]", 2, True),
+        ("n < 3", "2.5", True),
+        ("n < 3", "-inf", False),
+        ("n<=3", 3, True),
+        ("n > 3", True, False),
+        ("n > 3", [4], False),
+        ("n > 3", 10**400, False),
+    ],
+)
+def test_filters_compare_as_json_does(text: str, value: Any, good: bool) -> None:
+    wanted = parse_filter(text)
+    if good:
+        wanted.check({"n": value})
+    else:
+        with pytest.raises(ProtocolError):
+            wanted.check({"n": value})
+
+
+def test_filters_name_columns_of_any_spelling() -> None:
+    assert parse_filter('licence kind == "MIT"').column == "licence kind"
+    assert parse_filter('origin not in ["a >= b"]') == parse_filter(' origin  not in  ["a >= b"] ')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("score", "cannot be read: write a column"),
+        ("score >= high", "cannot be read"),
+        ("score >= __import__('os')", "cannot be read"),
+        ("score == NaN", "cannot be read"),
+        ('score in "abc"', "asks for in without a list"),
+        ('score >= "0.8"', "compares with '0.8': >= takes a number"),
+        ("score < true", "compares with True"),
+    ],
+)
+def test_filters_that_cannot_be_read_are_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapter_for(source("aya", filters=[text]))
+
+
+FORMAT = """
+from smi.protocol.conversation import Conversation
+from smi.protocol.stream import ProtocolError
+
+def talk(row):
+    if row["kind"] == "loop":
+        tools = []
+        tools.append(tools)
+        return Conversation([{"role": "assistant", "content": "a"}], tools)
+    if row["kind"] == "many":
+        return Conversation([{"role": "assistant", "content": "a"}] * 1000)
+    if row["kind"] == "deep":
+        value = []
+        for _ in range(100):
+            value = [value]
+        return Conversation([{"role": "assistant", "content": value}])
+    if row["kind"] == "own":
+        raise ProtocolError("off_topic", "kind", "not ours")
+    if row["kind"] == "nothing":
+        return None
+    return Conversation([{"role": "assistant", "content": row["text"]}])
+
+number = 5
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a package with a module `form`, and one that does not import."""
+    (tmp_path / "customfmt").mkdir()
+    (tmp_path / "customfmt/form.py").write_text(FORMAT)
+    (tmp_path / "customfmt/broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "customfmt"
+    for name in [name for name in sys.modules if name.startswith("customfmt")]:
+        del sys.modules[name]
+
+
+def test_a_format_of_ones_own_is_a_function_that_the_source_names(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = get_adapter(f"custom:{package}.form:talk")
+    assert (adapter.columns, adapter.needs) == (None, ())
+    assert adapter.convert({"kind": "", "text": "hi"}).messages[0]["content"] == "hi"
+    assert get_adapter(f"custom: {package}.form:talk") == adapter
+    monkeypatch.setattr(budget, "MAX_NODES", 500)
+    reasons = {"loop": "over_budget", "many": "over_budget", "deep": "nesting", "own": "off_topic", "nothing": "adapter"}
+    for kind, reason in reasons.items():
+        assert refused(f"custom:{package}.form:talk", {"kind": kind}) == reason
+    with pytest.raises(ProtocolError, match=r"customfmt\.form:talk: KeyError: 'text' \[adapter\]"):
+        adapter.convert({"kind": ""})
+
+
+def test_a_format_of_ones_own_reads_the_columns_that_the_source_names(package: str) -> None:
+    spec = source(f"custom:{package}.form:talk", columns={"text": "body", "kind": "type"}, filters=["n > 1"])
+    adapter = adapter_for(spec)
+    assert adapter.columns == ("body", "type", "n")
+    assert adapter.convert({"body": "hi", "type": "", "n": 2, "text": "no"}).messages[0]["content"] == "hi"
+
+
+def test_formats_that_are_not_there_are_named(package: str) -> None:
+    for path, message in {
+        "form": r"custom:form: write custom:package\.module:function",
+        f"{package}.form": "write custom:",
+        f"{package}.gone:talk": rf"the module {package}\.gone cannot be imported: ModuleNotFoundError.*PYTHONPATH",
+        f"{package}.broken:talk": "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'",
+        f"{package}.form:walk": rf"the module {package}\.form has no function walk",
+        f"{package}.form:number": "has no function number",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            get_adapter(f"custom:{path}")
+
+
+def test_values_are_counted_once_for_each_place_they_stand_in() -> None:
+    shared = ["a"] * 10
+    check_value([shared] * 10, "x")
+    with pytest.raises(ProtocolError, match="contains itself"):
+        loop: dict[str, Any] = {"a": [1]}
+        loop["a"].append(loop)
+        check_value(loop, "x")
+    with pytest.raises(ProtocolError, match="larger than"):
+        check_value({"a": "x" * (budget.MAX_ROW_BYTES + 1)}, "x")
+    # a bomb of 10^30 values in thirty lists
+    bomb: list[Any] = ["x"] * 10
+    for _ in range(30):
+        bomb = [bomb] * 10
+    with pytest.raises(ProtocolError, match="more than"):
+        check_value(bomb, "x")
+
+
+# these speak of what a model or a peer wrote, of streams and ids, never of rows
+_ELSEWHERE = {
+    "protocol/incremental.py",
+    "protocol/codec.py",
+    "protocol/control.py",
+    "protocol/transcript.py",
+    "protocol/tokens.py",
+    "protocol/render.py",
+}
+_NOT_OF_ROWS = {"act", "block_type", "empty_transmission", "mixed_sides", "header", "id", "name"}
+
+
+def test_every_reason_to_reject_a_row_has_its_sentence() -> None:
+    root = Path(smi.__file__).parent
+    given: set[str] = set()
+    for file in [*(root / "data").glob("*.py"), *(root / "protocol").glob("*.py")]:
+        if file.relative_to(root).as_posix() in _ELSEWHERE:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("ProtocolError", "Rejection"):
+                given |= {c.value for c in ast.walk(node.args[0]) if isinstance(c, ast.Constant)}
+    given -= {"undeclared_"} | _NOT_OF_ROWS
+    assert given <= REASONS.keys()
+    # and no sentence is left of a reason that is gone; the rest is given under a name, or by the writer of mixtures
+    named = {"tool_call", "tool_response", "undeclared_tool", "undeclared_action", "tools"}
+    writers = {"duplicate", "near_duplicate", "contaminated", "held_out", "not_held_out", "time_out", "crash", "span"}
+    assert REASONS.keys() - given <= named | writers
+    assert all(sentence and sentence[-1] != "." for sentence in REASONS.values())
+    assert describe("off_topic") == "a reason of the source's own adapter"

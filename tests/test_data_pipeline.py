@@ -3,13 +3,15 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from smi.data.adapters import get_adapter
+from smi.config import config_dir
+from smi.data.adapters import adapter_for
 from smi.data.pipeline import (
     Compiler,
     Document,
@@ -28,28 +30,8 @@ from smi.tokenizer import load_tokenizer
 HUB = Path(__file__).parent / "data" / "hub"
 EXPECTED = json.loads((HUB / "expectations.json").read_text())
 SOURCES = {
-    "ultrachat": SourceSpec(
-        "ultrachat", "HuggingFaceH4/ultrachat_200k/data/train_sft-*.parquet", "messages", quota=3_500_000
-    ),
-    "aya": SourceSpec("aya", "CohereLabs/aya_dataset/data/train-*.parquet", "aya", quota=1_000_000),
-    "nemotron_agentic": SourceSpec(
-        "nemotron_agentic",
-        "nvidia/Nemotron-SFT-Agentic-v2/data/tool_calling.jsonl",
-        "messages",
-        quota=2_810_000,
-    ),
-    "hermes_func_calling": SourceSpec(
-        "hermes_func_calling",
-        "NousResearch/hermes-function-calling-v1/func-calling.json",
-        "hermes",
-        quota=190_000,
-    ),
-    "openr1_math": SourceSpec(
-        "openr1_math", "open-r1/OpenR1-Math-220k/data/train-*.parquet", "openr1", quota=1_000_000
-    ),
-    "opencodeinstruct": SourceSpec(
-        "opencodeinstruct", "nvidia/OpenCodeInstruct/data/train-*.parquet", "opencode", quota=1_500_000
-    ),
+    file.stem: SourceSpec(file.stem, **yaml.safe_load(file.read_text()))
+    for file in sorted((config_dir() / "data" / "source").glob("*.yaml"))
 }
 # what the mirror says about a faulty row -> the reason it is counted under
 REASONS = {
@@ -98,7 +80,7 @@ def compiler() -> Compiler:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_row_of_the_mirror_has_its_outcome(name: str, compiler: Compiler) -> None:
-    adapter = get_adapter(SOURCES[name].adapter)
+    adapter = adapter_for(SOURCES[name])
     cases = EXPECTED[name]["cases"]
     seen: set[bytes] = set()
     rows = list(read_rows(SOURCES[name], HUB, adapter.columns))
@@ -289,6 +271,6 @@ def test_sources_that_cannot_be_mixed_are_refused(sources: list[Source], message
 
 
 def test_a_parquet_file_without_the_columns_an_adapter_needs_is_an_error(compiler: Compiler) -> None:
-    wrong = SourceSpec("aya", SOURCES["aya"].files, "openr1")
+    wrong = replace(SOURCES["aya"], adapter="openr1")
     with pytest.raises(ValueError, match=r"has no column problem, generations, .*; it has inputs, targets"):
         epoch([wrong], compiler, root=HUB)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preparing import content, plan, talk, troubled, write_sources
+from preparing import TroubledCompiler, content, plan, talk, write_sources
 
 from smi.data.manifest import Manifest, merge, read_manifest
 from smi.data.mixture import Shortfall, prepare
@@ -101,7 +101,7 @@ def test_rows_that_hang_or_kill_are_rejected_and_their_neighbours_are_not(tmp_pa
     marks = {11: "HANG", 40: "DIE", 41: "ONCE", 77: "CRAWL"}
     rows = [json.dumps({"messages": talk(rng, marks.get(i, ""))}) for i in range(90)]
     (tmp_path / "talk.jsonl").write_text("\n".join(rows))
-    made = plan(tmp_path, sources=[SourceSpec("talk", "talk.jsonl", "messages")], make_compiler=troubled)
+    made = plan(tmp_path, sources=[SourceSpec("talk", "talk.jsonl", "messages")], compiler_type=TroubledCompiler)
     manifest = prepare(made, tmp_path / "out", workers=1, row_timeout=2.0)
     account = manifest.sources["talk"]
     assert account["rejected"] == {"crash": 1, "time_out": 2}
@@ -275,7 +275,7 @@ class TestParts:
 
 class TestOpening:
     def test_an_epoch_holds_every_document_as_often_as_it_says(self, root: Path, tmp_path: Path) -> None:
-        made = plan(root, provenance={"talk": {"epochs": 2}})
+        made = plan(root, epochs={"talk": 2})
         manifest = prepare(made, tmp_path)
         sources = {source.name: source for source in open_mixture(tmp_path, made.tokenizer, 400)}
         assert sources["talk"].weight == 2 * manifest.sources["talk"]["supervised_tokens"]

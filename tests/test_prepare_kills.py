@@ -73,7 +73,9 @@ def test_a_full_disk_is_an_error_and_the_rerun_completes(
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "none", str(disk)], capture_output=True, text=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=48k", "none", str(disk)], capture_output=True, text=True
+    )
     if mount.returncode:
         pytest.skip(f"no small file system can be mounted here: {mount.stderr.strip()}")
     try:
@@ -90,7 +92,9 @@ def test_a_full_disk_is_an_error_and_the_rerun_completes(
 
 def start(directory: Path, workers: int) -> subprocess.Popen[str]:
     arguments = [sys.executable, str(TESTS / "preparing.py"), str(directory), str(workers)]
-    return subprocess.Popen(arguments, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        arguments, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def alone(group: int) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from smi.data.adapters import get_adapter
-from smi.data.pipeline import fingerprint
+from smi.data.adapters import adapter_for
+from smi.data.contamination import HeldOut
+from smi.data.dedupe import NearDuplicates, fingerprint, fingerprint_key
 from smi.data.shards import SCHEMA, ids_column, runs
 from smi.data.sources import Block, Row, SourceSpec, find_files, list_blocks, missing_columns, read_block
 from smi.data.workers import Attempt, Mark
@@ -26,6 +26,8 @@ from smi.protocol.transcript import from_stream
 from smi.tokenizer import Tokenizer
 
 CHUNK_ROWS = 128
+# of the digest that duplicates have in common: 128 bits, one false duplicate in 10^19 rows
+DIGEST_BYTES = 16
 # a Parquet row group with more rows is shared out
 STRETCH_ROWS = 1024
 
@@ -35,7 +37,7 @@ CHUNK_SCHEMA = pa.schema(
         # null where the row was accepted
         ("reason", pa.string()),
         ("detail", pa.string()),
-        # what duplicates have in common
+        # what duplicates have in common: a digest, and behind it the signature that near ones are told by
         ("key", pa.binary()),
         *(column for column in SCHEMA if column.name != "source"),
     ]
@@ -57,7 +59,7 @@ class Stretch:
         return f"{self.source}: {self.block.path}, block at {self.block.start}"
 
 
-def stretches(source: SourceSpec, root: Path, seed: int, part: tuple[int, int] = (0, 1)) -> list[Stretch]:
+def stretches(source: SourceSpec, root: str | Path, seed: int, part: tuple[int, int] = (0, 1)) -> list[Stretch]:
     """The stretches of a source, its blocks in the order that the seed gives.
 
     Args:
@@ -65,7 +67,7 @@ def stretches(source: SourceSpec, root: Path, seed: int, part: tuple[int, int] =
 
     Raises ValueError for files that are not there, cannot be opened or lack columns; each named.
     """
-    adapter = get_adapter(source.adapter)
+    adapter = adapter_for(source)
     blocks: list[Block] = []
     for file in find_files(source, root):
         if missing := missing_columns(file, adapter.needs):
@@ -75,21 +77,15 @@ def stretches(source: SourceSpec, root: Path, seed: int, part: tuple[int, int] =
             )
         blocks += list_blocks(file)
     Random(f"{seed}/{source.name}").shuffle(blocks)
-    pieces = [(block, *piece) for block, bounds in zip(blocks, _bounds(blocks), strict=True) for piece in bounds]
+    pieces = [(block, *piece) for block in blocks for piece in _bounds(block)]
     return [Stretch(source.name, i, *piece) for i, piece in enumerate(pieces[part[0] :: part[1]])]
 
 
-def _bounds(blocks: list[Block]) -> Iterator[list[tuple[int, int | None]]]:
-    rows: dict[Path, list[int]] = {}
-    for block in blocks:
-        if block.path.suffix != ".parquet":
-            yield [(0, None)]
-            continue
-        if block.path not in rows:
-            metadata = pq.read_metadata(block.path)
-            rows[block.path] = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        count = sum(rows[block.path][block.start : block.end])
-        yield list(pairwise([*range(0, count, STRETCH_ROWS), count]))
+def _bounds(block: Block) -> list[tuple[int, int | None]]:
+    """The pieces [first, last) of a block, in its rows; one to its end where it does not say how many it has."""
+    if block.rows is None:
+        return [(0, None)]
+    return list(pairwise([*range(0, block.rows, STRETCH_ROWS), block.rows]))
 
 
 @dataclass
@@ -101,16 +97,16 @@ class RowCompiler:
         root: what file patterns are relative to.
         tokenizer: of the mixture.
         max_length: tokens of a document; a longer one is rejected, never cut.
-        key: what duplicates have in common, from the canonical conversation's stream.
-        overlap: where a conversation repeats held-out text, or None; None asks nobody.
+        dedupe: how duplicates are told: exact, normalised, or near (see `smi.data.dedupe`).
+        held_out: text that no row may repeat; None asks nothing.
     """
 
     sources: Mapping[str, SourceSpec]
-    root: Path
+    root: str | Path
     tokenizer: Tokenizer
     max_length: int
-    key: Callable[[Stream], bytes] = fingerprint
-    overlap: Callable[[Conversation], str | None] | None = None
+    dedupe: str = "exact"
+    held_out: HeldOut | None = None
     schema: pa.Schema = field(default=CHUNK_SCHEMA, init=False)
     _open: tuple[str, Block, int, Iterator[Row]] | None = field(default=None, init=False)
 
@@ -128,7 +124,7 @@ class RowCompiler:
 
     def __call__(self, task: Stretch, attempt: Attempt, mark: Mark) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The chunks of a stretch, each with the number of the row after it."""
-        convert = get_adapter(self.sources[task.source].adapter).convert
+        convert = adapter_for(self.sources[task.source]).convert
         rows = self._rows(task, attempt.first, mark)
         number = max(task.first, attempt.first)
         size = 1 if attempt.singly else CHUNK_ROWS
@@ -159,22 +155,18 @@ class RowCompiler:
             source, block, at, rows = self._open
             if (source, block) == (task.source, task.block) and at <= number:
                 return _skip(rows, number - at, mark)
-        columns = get_adapter(self.sources[task.source].adapter).columns
+        columns = adapter_for(self.sources[task.source]).columns
         return _skip(iter(read_block(task.block, task.source, self.root, columns)), number, mark)
 
     def _parse(self, row: Row, convert: Callable[[Any], Conversation]) -> Stream | ProtocolError:
         if isinstance(row.value, ProtocolError):
             return row.value
         try:
-            conversation = convert(row.value)
-            stream = to_stream(conversation)
-            if self.overlap is not None and (found := self.overlap(conversation)) is not None:
+            stream = to_stream(convert(row.value))
+            if self.held_out is not None and (found := self.held_out.overlap(stream)) is not None:
                 raise ProtocolError("contaminated", "", found)
         except ProtocolError as error:
             return error
-        except Exception as error:
-            # an adapter may be anyone's: what it trips over is one row
-            return ProtocolError("adapter", "", f"the adapter failed: {type(error).__name__}: {error}")
         return stream
 
     def _chunk(self, start: int, parsed: list[Stream | ProtocolError]) -> pa.RecordBatch:
@@ -210,11 +202,16 @@ class RowCompiler:
             return ProtocolError("no_target", "", "no supervised tokens: there is nothing to learn from")
         return example
 
+    def _key(self, stream: Stream, mark: bytes) -> bytes:
+        if self.dedupe == "near":
+            return mark[:DIGEST_BYTES] + NearDuplicates.signature(stream).tobytes()
+        return (mark if self.dedupe == "exact" else fingerprint_key(stream, self.dedupe))[:DIGEST_BYTES]
+
     def _columns(self, examples: list[Example], streams: list[Stream]) -> dict[str, pa.Array]:
         talks = [from_stream(stream, check=False) for stream in streams]
         marks = [fingerprint(stream) for stream in streams]
         columns = {
-            "key": marks if self.key is fingerprint else [self.key(stream) for stream in streams],
+            "key": [self._key(stream, mark) for stream, mark in zip(streams, marks, strict=True)],
             "input_ids": ids_column(examples),
             "blocks": runs(examples, self._starts),
             "tokens": [example.input_ids.size for example in examples],

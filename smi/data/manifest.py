@@ -86,7 +86,7 @@ def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
 def adapter_settings(name: str) -> dict[str, Any]:
     """What is recorded of an adapter: its name, and the hash of the file that it is written in."""
     convert = get_adapter(name).convert
-    file = inspect.getsourcefile(convert)
+    file = inspect.getsourcefile(getattr(convert, "function", convert))
     return {"name": name, "source_sha256": identities([Path(file)])[0]["sha256"] if file else None}
 
 

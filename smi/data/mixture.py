@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 
-from smi.data.compiling import RowCompiler, Stretch, stretches
+from smi.data.compiling import DIGEST_BYTES, RowCompiler, Stretch, stretches
+from smi.data.contamination import HeldOut
+from smi.data.dedupe import PERMUTATIONS, NearDuplicates
 from smi.data.manifest import (
     FILE,
     Manifest,
@@ -30,15 +33,13 @@ from smi.data.manifest import (
 )
 from smi.data.pipeline import SAMPLES
 from smi.data.shards import SCHEMA, Spool, identities, write_shard, write_text
-from smi.data.sources import Location, SourceSpec, find_files
+from smi.data.sources import Location, SourceSpec, file_name, find_files
 from smi.data.workers import Inline, Workers
 from smi.tokenizer import Tokenizer
 
 PROGRESS = "progress.json"
 KEYS = "progress.keys"
 SPOOL = "progress.rows"
-# 128 bits of a sha256: one false duplicate in 10^19 rows
-KEY_BYTES = 16
 
 
 @dataclass
@@ -88,48 +89,54 @@ class Plan:
     Args:
         sources: in the order in which they are taken; the quota of each is what all parts together take from it.
         tokenizer: of the mixture.
-        root: what file patterns are relative to.
+        root: what file patterns are relative to; see `find_files`.
         max_length: tokens of a document; longer ones are rejected.
+        dedupe: exact, normalised or near; near ones from `near_threshold` on, up to a share of `near_limit`.
+        held_out: files with text that no row may repeat.
         seed: of the order of each source's blocks.
         part: (i, n): the i-th of n jobs that share the work, each with its share of rows and quotas.
         row_group_rows: rows of a row group, and of the work that a kill can cost.
         shard_rows: rows of a full shard.
-        compile_options: as they are compared when the mixture is opened.
-        provenance: by source, what else to record: dataset, revision, licence, epochs, ...
-        recorded: further settings that the rows depend on, such as how duplicates are told.
-        make_compiler: the work of the workers.
+        epochs: by source, how often an epoch of training goes through its rows; once where it is not named.
+        compiler_type: makes the work of the workers.
     """
 
     sources: Sequence[SourceSpec]
     tokenizer: Tokenizer
-    root: Path
+    root: str | Path
     max_length: int
+    dedupe: str = "exact"
+    near_threshold: float = 0.8
+    near_limit: float = 0.5
+    held_out: Sequence[str] = ()
     seed: int = 0
     part: tuple[int, int] = (0, 1)
     row_group_rows: int = 1024
     shard_rows: int = 16384
-    provenance: dict[str, dict[str, Any]] = field(default_factory=dict)
-    recorded: dict[str, Any] = field(default_factory=dict)
-    make_compiler: Callable[[Plan], RowCompiler] | None = None
+    epochs: dict[str, int] = field(default_factory=dict)
+    compiler_type: type[RowCompiler] = RowCompiler
 
     def compiler(self) -> RowCompiler:
-        if self.make_compiler is not None:
-            return self.make_compiler(self)
         by_name = {source.name: source for source in self.sources}
-        return RowCompiler(by_name, self.root, self.tokenizer, self.max_length)
+        held_out = HeldOut.from_files(self.held_out) if self.held_out else None
+        return self.compiler_type(by_name, self.root, self.tokenizer, self.max_length, self.dedupe, held_out)
 
     def settings(self) -> dict[str, Any]:
         """Everything that the result depends on, with the hash of every source file."""
-        import numpy
-
         import smi
 
         sources: dict[str, Any] = {}
+        held_out = identities([Path(file) for file in self.held_out])
         for source in self.sources:
             files = find_files(source, self.root)
-            names = [_relative(file, self.root) for file in files]
+            names = [file_name(file, self.root) for file in files]
             sources[source.name] = {
-                **self.provenance.get(source.name, {}),
+                "dataset": source.dataset,
+                "revision": source.revision,
+                "licence": source.licence,
+                "columns": dict(source.columns),
+                "filters": list(source.filters),
+                "epochs": self.epochs.get(source.name, 1),
                 "adapter": adapter_settings(source.adapter),
                 "part": f"{self.part[0]}/{self.part[1]}",
                 "quota": source.quota,
@@ -141,20 +148,21 @@ class Plan:
             "seed": self.seed,
             "row_group_rows": self.row_group_rows,
             "shard_rows": self.shard_rows,
-            **self.recorded,
-            "versions": {"smi": smi.__version__, "pyarrow": pa.__version__, "numpy": numpy.__version__},
+            "duplicates": self._duplicates(),
+            "held_out": [{"file": file} | what for file, what in zip(self.held_out, held_out, strict=True)],
+            "versions": {"smi": smi.__version__, "pyarrow": pa.__version__, "numpy": np.__version__},
             "sources": sources,
         }
+
+    def _duplicates(self) -> dict[str, Any]:
+        near = {"threshold": self.near_threshold, "limit": self.near_limit} if self.dedupe == "near" else {}
+        return {"by": self.dedupe} | near
 
 
 def share(quota: int | None, part: tuple[int, int]) -> int | None:
     """What the i-th of n jobs takes of a quota; all of them together take it all."""
     i, n = part
     return None if quota is None else quota * (i + 1) // n - quota * i // n
-
-
-def _relative(file: Path, root: Path) -> str:
-    return file.relative_to(root).as_posix() if file.is_relative_to(root) else file.as_posix()
 
 
 class Progress(Protocol):
@@ -262,6 +270,10 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(folder)
 
 
+def _signature(key: bytes) -> np.ndarray:
+    return np.frombuffer(key, np.uint32, offset=DIGEST_BYTES)
+
+
 class _Writer:
     """The one that takes chunks in order. Everything it knows is on the disk after each row group."""
 
@@ -283,8 +295,13 @@ class _Writer:
             self.accounts.setdefault(source.name, Account(share(source.quota, plan.part)))
         self.spool = Spool(directory / SPOOL, state.get("spool_bytes", 0))
         self.keys_file = (directory / KEYS).open("ab")
-        self.keys_file.truncate(state.get("keys", 0) * KEY_BYTES)
-        self.keys = self._read_keys(state.get("keys", 0))
+        self.key_bytes = DIGEST_BYTES
+        self.near: NearDuplicates | None = None
+        if plan.dedupe == "near":
+            self.near = NearDuplicates(plan.near_threshold, plan.near_limit)
+            self.key_bytes += PERMUTATIONS * 4
+        self.keys: set[bytes] = set()
+        self._load_keys(state.get("keys", 0))
         self.new_keys: list[bytes] = []
         self.pending: list[pa.RecordBatch] = []
         self.collected = 0
@@ -311,11 +328,30 @@ class _Writer:
             )
         return {}
 
-    def _read_keys(self, count: int) -> set[bytes]:
+    def _load_keys(self, count: int) -> None:
+        """Remember the accepted rows that a run before this one had."""
+        self.keys_file.truncate(count * self.key_bytes)
         data = (self.directory / KEYS).read_bytes()
-        if len(data) < count * KEY_BYTES:
+        if len(data) < count * self.key_bytes:
             raise ValueError(f"{self.directory / KEYS} is too short: it was changed by something else")
-        return {data[start : start + KEY_BYTES] for start in range(0, count * KEY_BYTES, KEY_BYTES)}
+        for start in range(0, count * self.key_bytes, self.key_bytes):
+            self._remember(data[start : start + self.key_bytes])
+        if self.near is not None:
+            self.near.removed = sum(account.rejected["near_duplicate"] for account in self.accounts.values())
+            self.near.asked = count + self.near.removed
+
+    def _twin(self, key: bytes) -> tuple[str, str] | None:
+        """Why a row says nothing new: the reason, and the detail of it."""
+        if key[:DIGEST_BYTES] in self.keys:
+            return "duplicate", "the same conversation came before"
+        if self.near is not None and (like := self.near.first_like(_signature(key))) is not None:
+            return "near_duplicate", f"nearly the conversation of accepted row {like}"
+        return None
+
+    def _remember(self, key: bytes) -> None:
+        if self.near is not None:
+            self.near.add(_signature(key), len(self.keys))
+        self.keys.add(key[:DIGEST_BYTES])
 
     def run(self, workers: int, row_timeout: float) -> Manifest:
         """Take everything that is left."""
@@ -348,6 +384,8 @@ class _Writer:
             pool.close()
         while self.source < len(plan.sources):
             self._end_source()
+        if self.near is not None:
+            self.near.finish()
         return self._manifest()
 
     def _wanted(self, task: Stretch) -> bool:
@@ -356,7 +394,7 @@ class _Writer:
     def _take(self, task: Stretch, chunk: pa.RecordBatch) -> None:
         """Take the rows of a chunk, as far as the quota wants them."""
         account = self.accounts[task.source]
-        file = _relative(task.block.path, self.plan.root)
+        file = file_name(task.block.path, self.plan.root)
         rows, reasons, keys, tokens, supervised = (
             chunk.column(name).to_pylist() for name in ("row", "reason", "key", "tokens", "supervised_tokens")
         )
@@ -368,13 +406,11 @@ class _Writer:
                 detail = chunk.column("detail")[i].as_py()
                 account.reject(reason, Location(task.source, file, task.block, rows[i]), detail)
                 continue
-            key = keys[i][:KEY_BYTES]
-            if key in self.keys:
-                detail = "the same conversation came before"
-                account.reject("duplicate", Location(task.source, file, task.block, rows[i]), detail)
+            if (twin := self._twin(keys[i])) is not None:
+                account.reject(twin[0], Location(task.source, file, task.block, rows[i]), twin[1])
                 continue
-            self.keys.add(key)
-            self.new_keys.append(key)
+            self._remember(keys[i])
+            self.new_keys.append(keys[i])
             account.accepted += 1
             account.tokens += tokens[i]
             account.supervised_tokens += supervised[i]
@@ -419,7 +455,7 @@ class _Writer:
             "row": self.row,
             "spooled": self.spooled,
             "spool_bytes": self.spool.size,
-            "keys": self.keys_file.tell() // KEY_BYTES,
+            "keys": self.keys_file.tell() // self.key_bytes,
             "shards": self.shards,
             "accounts": {name: account.to_dict() for name, account in self.accounts.items()},
         }

@@ -5,7 +5,6 @@ Rows in = accepted + rejected, by source, at every moment.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from smi.data.adapters import get_adapter
+from smi.data.adapters import adapter_for
+from smi.data.dedupe import fingerprint
 from smi.data.sources import (
     Location,
     Source,
@@ -27,7 +27,7 @@ from smi.data.sources import (
 )
 from smi.protocol.codec import Example, PlainTokenizer, encode
 from smi.protocol.conversation import Conversation, to_stream
-from smi.protocol.stream import ProtocolError, Stream
+from smi.protocol.stream import ProtocolError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -193,23 +193,6 @@ def _figures(account: RowAccount | SourceAccount) -> list[str]:
     return [f"{figure:,}" for figure in figures]
 
 
-def fingerprint(stream: Stream) -> bytes:
-    """The sha256 of a conversation in its canonical form.
-
-    That form is its stream: the same conversation has the same one whatever columns, wrappers, null members
-    or argument encodings its rows came with, and two rows with one stream are one training example.
-    """
-    digest = hashlib.sha256()
-    for transmission in stream.transmissions:
-        for block in transmission.blocks:
-            payload = block.text.encode()
-            # lengths keep the boundary between two payloads from moving
-            digest.update(b"%d %d\n" % (block.type, len(payload)))
-            digest.update(payload)
-        digest.update(b"eot\n")
-    return digest.digest()
-
-
 def share_of(fingerprint: bytes) -> float:
     """A place in [0, 1) that depends on content alone: rows below a fraction are held out."""
     return int.from_bytes(fingerprint[:8], "big") / 2**64
@@ -288,8 +271,8 @@ def raw_rows(source: AnySource, root: str | Path, epoch: int, order: str, *, hel
     if not isinstance(source, SourceSpec):
         conversations = source.conversations(epoch=epoch, held_out=held_out)
         return ((talk, Location(source.name, "", None, i)) for i, talk in enumerate(conversations))
-    adapter = get_adapter(source.adapter)
-    files = find_files(source, root)
+    adapter = adapter_for(source)
+    files = find_files(source, root, held_out=held_out)
     for file in files:
         if missing := missing_columns(file, adapter.needs):
             raise ValueError(

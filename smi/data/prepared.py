@@ -55,7 +55,7 @@ def open_mixture(
 
 def _source(manifest: Manifest, directory: Path, name: str) -> PreparedSource:
     shards = [shard for shard in manifest.shards if shard["source"] == name]
-    epochs = manifest.settings["sources"][name].get("epochs", 1)
+    epochs = manifest.settings["sources"][name]["epochs"]
     return PreparedSource(
         name=name,
         shards=[directory / shard["file"] for shard in shards],
@@ -92,6 +92,7 @@ def _shuffled(files: list[Path], order: str) -> list[Block]:
 
 
 def _read(block: Block, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    assert isinstance(block.path, Path)
     with pq.ParquetFile(block.path, memory_map=True) as file:
         rows = file.read_row_group(block.start, columns=columns, use_threads=False)
         yield from rows.combine_chunks().to_batches()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from smi.data.hub import HubFile
+from smi.data.readers import File
 from smi.protocol.codec import Example
 
 COMPRESSION_LEVEL = 3
@@ -188,14 +190,17 @@ def sync_directory(path: Path) -> None:
         os.close(folder)
 
 
-def identity(path: Path) -> dict[str, Any]:
-    """What a file is, by its content: bytes and sha256 (hex)."""
+def identity(path: File) -> dict[str, Any]:
+    """What a file is, by its content: bytes and sha256 (hex); of a small file on the hub, git's hash instead."""
+    if isinstance(path, HubFile):
+        kind, _, digest = path.digest.partition(":")
+        return {"bytes": path.size, kind: digest}
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def identities(paths: list[Path]) -> list[dict[str, Any]]:
+def identities(paths: Sequence[File]) -> list[dict[str, Any]]:
     """`identity` of many files, read side by side."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(identity, paths))

@@ -1,27 +1,36 @@
-"""Where rows come from: Parquet, JSONL and JSON files, and generators of conversations."""
+"""Where rows come from: files on disk, in a mirror or on the hub, and generators of conversations."""
 
 from __future__ import annotations
 
 import glob
-import os
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from smi.data import hub
+from smi.data.readers import READERS, Block, File, column_names, list_blocks, parse_row, read_values
 from smi.protocol.conversation import Conversation
-from smi.protocol.payloads import loads
 from smi.protocol.stream import ProtocolError
 
-# one JSONL block: small enough to shuffle a file well, large enough that seeking costs nothing
-BLOCK_BYTES = 1 << 20
-# a row of text past this size is rejected before it is parsed
-MAX_ROW_BYTES = 16 << 20
-PARQUET_BATCH_ROWS = 256
+__all__ = [
+    "Block",
+    "ConversationSource",
+    "File",
+    "Location",
+    "Row",
+    "Source",
+    "SourceSpec",
+    "file_name",
+    "find_files",
+    "list_blocks",
+    "missing_columns",
+    "parse_row",
+    "read_block",
+    "read_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -30,11 +39,20 @@ class SourceSpec:
 
     Args:
         name: what accounts and reports call it.
-        files: a path or glob pattern (`**` allowed) or several, absolute or relative to the root given to the
-            reader; the suffix decides the format: .parquet, .jsonl, .json (one array).
-        adapter: name of the function in `smi.data.adapters` that turns a row into a conversation.
+        files: a path or glob pattern (`**` allowed) or several; the suffix decides the format: .parquet, .jsonl,
+            .json (one array), .arrow; or a directory that `datasets` saved. Absolute, or relative to the dataset
+            where there is one, or to the root given to the reader.
+        adapter: name of the format in `smi.data.adapters`, or `custom:package.module:function`.
         weight: share of the mixture, by supervised tokens, relative to the other sources' weights.
         quota: supervised tokens that an epoch takes from this source; its weight too where none is given.
+        dataset: OWNER/NAME on the hub, and below the root of a mirror.
+        revision: the full hash of the dataset's commit.
+        licence: of the rows, for whoever uses what is made of them.
+        columns: the adapter's name of a column -> its name in the files, where they differ.
+        filters: conditions that a row must meet, such as `score >= 0.8`; see `smi.data.filters`.
+
+    Raises:
+        ValueError: a dataset without the full hash of a revision.
     """
 
     name: str
@@ -42,6 +60,29 @@ class SourceSpec:
     adapter: str
     weight: float | None = None
     quota: int | None = None
+    dataset: str | None = None
+    revision: str | None = None
+    licence: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    filters: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.dataset is None:
+            return
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.dataset) or ".." in self.dataset:
+            raise ValueError(f"source {self.name!r}: a dataset is named OWNER/NAME, not {self.dataset!r}")
+        if not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
+            raise ValueError(
+                f"source {self.name!r}: {self.dataset} needs a revision, the full hash of a commit (40 hex digits), "
+                f"not {self.revision!r}: a branch or tag may hold other rows tomorrow"
+            )
+        for pattern in self.patterns:
+            if PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts:
+                raise ValueError(f"source {self.name!r}: {pattern!r} leads out of the dataset {self.dataset}")
+
+    @property
+    def patterns(self) -> Sequence[str]:
+        return [self.files] if isinstance(self.files, str) else self.files
 
 
 @runtime_checkable
@@ -62,32 +103,6 @@ class ConversationSource(Protocol):
 
 
 Source: TypeAlias = SourceSpec | ConversationSource
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A run of rows that is read as a whole: a Parquet row group, a stretch of a JSONL file, a JSON file.
-
-    `start` and `end` are row-group numbers in Parquet and byte offsets elsewhere. A line belongs to the block
-    in which it begins.
-    """
-
-    path: Path
-    start: int
-    end: int
-
-    def first_row(self) -> int:
-        """How many rows of the file lie before this block.
-
-        Counts lines in JSONL: made for messages, too slow for every row.
-        """
-        if self.path.suffix == ".parquet":
-            with _open_parquet(self.path) as file:
-                return sum(file.metadata.row_group(group).num_rows for group in range(self.start))
-        if not self.start:
-            return 0
-        with self.path.open("rb") as file:
-            return sum(1 for _ in _lines(file, 0, self.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,50 +131,116 @@ class Row:
     value: dict[str, Any] | ProtocolError
 
 
-def find_files(spec: SourceSpec, root: str | Path = ".") -> list[Path]:
+def find_files(spec: SourceSpec, root: str | Path = ".", *, held_out: bool = False) -> list[File]:
     """The files of a source: patterns in the order given, their matches sorted, each file once.
 
+    Args:
+        spec: the source.
+        root: directory that patterns are relative to, a mirror where the source has a dataset; or `hf://`, where
+            datasets are read on the hub itself, and other patterns are relative to the working directory.
+        held_out: the rows are to measure with. To train on, evaluation and test splits are refused by their names.
+
     Raises:
-        ValueError: a pattern that matches nothing, or a file of unknown format; both named.
+        ValueError: a pattern that matches nothing, a file of unknown format, an evaluation or test split, a mirror
+            of another revision; each named.
     """
-    found: dict[Path, None] = {}
-    for pattern in [spec.files] if isinstance(spec.files, str) else spec.files:
-        path = Path(root, pattern)
-        # a plain path may hold characters that glob would read as a pattern
-        matches = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        files = [match for match in matches if match.is_file()]
-        if not files:
-            raise ValueError(
-                f"source {spec.name!r}: no file matches {pattern!r} under {Path(root).absolute()}; "
-                "check the spelling, and the root that patterns are relative to"
-            )
-        for file in files:
-            if file.suffix not in _READERS:
-                known = ", ".join(_READERS)
+    found: dict[File, None] = {}
+    for pattern in spec.patterns:
+        if not held_out:
+            _refuse_split(spec, PurePath(pattern), root)
+        for file in _matches(spec, pattern, root):
+            if file.suffix not in READERS:
+                known = ", ".join(READERS)
                 raise ValueError(f"source {spec.name!r}: {file} is of no known format; known are {known}")
+            if not held_out:
+                _refuse_split(spec, PurePath(file.path) if isinstance(file, hub.HubFile) else file, root)
             found[file] = None
     if not found:
         raise ValueError(f"source {spec.name!r} names no files")
     return list(found)
 
 
-def list_blocks(path: Path) -> list[Block]:
-    """The blocks of a file, in file order. Reads footers and sizes, never rows.
+def _matches(spec: SourceSpec, pattern: str, root: str | Path) -> list[File]:
+    if hub.is_hub(root) and spec.dataset is not None:
+        assert spec.revision is not None
+        found: list[File] = [*hub.list_files(spec.dataset, spec.revision, pattern)]
+        if not found:
+            raise ValueError(
+                f"source {spec.name!r}: no file of {spec.dataset} matches {pattern!r} at revision {spec.revision}"
+            )
+        return found
+    folder = Path("." if hub.is_hub(root) else root, spec.dataset or "")
+    if spec.dataset is not None:
+        _check_revision(spec, root)
+    path = folder / pattern
+    # a plain path may hold characters that glob would read as a pattern
+    matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    files = [file for match in matches for file in (_saved_files(match) if match.is_dir() else [match])]
+    if not files:
+        raise ValueError(
+            f"source {spec.name!r}: no file matches {pattern!r} under {folder.absolute()}; "
+            "check the spelling, and the root that patterns are relative to"
+        )
+    return [*files]
 
-    Raises:
-        ValueError: a Parquet file that cannot be opened, named.
+
+def _check_revision(spec: SourceSpec, root: str | Path) -> None:
+    """A mirror says of which revision its files are, where it was made by `hub.download`."""
+    assert spec.dataset is not None
+    there = hub.read_record(root).get(spec.dataset, {}).get("revision", spec.revision)
+    if there != spec.revision:
+        raise ValueError(
+            f"source {spec.name!r}: the mirror {root} holds {spec.dataset} at revision {there}, not at "
+            f"{spec.revision}; download it again"
+        )
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a directory that `datasets` saved, in their order; none for any other directory."""
+    if (folder / "dataset_dict.json").is_file():
+        raise ValueError(f"{folder} holds several splits: name the one to read, as in {folder / 'train'}")
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [folder / file["filename"] for file in state["_data_files"]]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is not a directory that datasets saved: state.json: {error}") from error
+
+
+_HELD_OUT = frozenset(("dev", "eval", "evals", "evaluation", "test", "testing", "val", "valid", "validation"))
+
+
+def _refuse_split(spec: SourceSpec, path: PurePath, root: str | Path) -> None:
+    """Refuse a path that is named after an evaluation or test split.
+
+    A name is split into its words, runs of letters: "latest" and "contest" pass, "test_sft-00000" does not. Of a
+    folder above the root nothing is asked; of an absolute path, the file and the folder that holds it.
     """
-    if path.suffix == ".parquet":
-        with _open_parquet(path) as file:
-            return [Block(path, group, group + 1) for group in range(file.num_row_groups)]
-    size = path.stat().st_size
-    if path.suffix == ".jsonl":
-        return [Block(path, start, min(start + BLOCK_BYTES, size)) for start in range(0, size, BLOCK_BYTES)]
-    return [Block(path, 0, size)]
+    top = Path("." if hub.is_hub(root) else root, spec.dataset or "")
+    if path.is_relative_to(top) and not hub.is_hub(root):
+        path = path.relative_to(top)
+    if path.is_absolute():
+        *folders, name = path.parts[-2:]
+        words = {folder.lower() for folder in folders}
+    else:
+        *folders, name = path.parts or ("",)
+        words = {word for folder in folders for word in _words(folder)}
+    stem = name.removesuffix(path.suffix)
+    found = (words | set(_words(stem))) & _HELD_OUT
+    if found or re.search(r"(held|hold)[^a-z]?out", stem.lower()):
+        raise ValueError(
+            f"source {spec.name!r}: {str(path)!r} is named like an evaluation or test split "
+            f"({', '.join(sorted(found)) or 'held out'}); these are not trained on. If it is training data, rename it"
+        )
 
 
-def missing_columns(path: Path, needs: Sequence[Sequence[str]]) -> tuple[str, list[str]] | None:
-    """Check a Parquet file's columns without reading rows; other formats name theirs row by row.
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z]+", name.lower())
+
+
+def missing_columns(path: File, needs: Sequence[Sequence[str]]) -> tuple[str, list[str]] | None:
+    """Check the columns of a Parquet or Arrow file without reading rows; other formats name theirs row by row.
 
     Args:
         path: the file.
@@ -168,12 +249,18 @@ def missing_columns(path: Path, needs: Sequence[Sequence[str]]) -> tuple[str, li
     Returns:
         None where all is well, else (what is missing, the columns there are).
     """
-    if path.suffix != ".parquet":
+    names = column_names(path)
+    if names is None:
         return None
-    with _open_parquet(path) as file:
-        names: list[str] = file.schema_arrow.names
     lacking = [" or ".join(group) for group in needs if not set(group) & set(names)]
     return (", ".join(lacking), names) if lacking else None
+
+
+def file_name(path: File, root: str | Path = ".") -> str:
+    """What accounts and reports call a file: relative to the root where it lies under it."""
+    if isinstance(path, Path) and path.is_relative_to(root):
+        return path.relative_to(root).as_posix()
+    return path.as_posix()
 
 
 def read_block(
@@ -188,14 +275,13 @@ def read_block(
         block: from `list_blocks`.
         source: name that each row carries.
         root: file names are given relative to it, where they lie under it.
-        columns: read only these columns of Parquet, as far as the file has them; None reads all.
+        columns: read only these columns of Parquet and Arrow, as far as the file has them; None reads all.
 
     Raises:
-        ValueError: the file as a whole is damaged; it is named.
+        ValueError: the file as a whole is damaged; it is named, and the row group.
     """
-    path = block.path
-    file = str(path.relative_to(root)) if path.is_relative_to(root) else os.fspath(path)
-    for offset, value in enumerate(_READERS[path.suffix](block, columns)):
+    file = file_name(block.path, root)
+    for offset, value in enumerate(read_values(block, columns)):
         yield Row(Location(source, file, block, offset), value)
 
 
@@ -204,140 +290,3 @@ def read_rows(spec: SourceSpec, root: str | Path = ".", columns: Sequence[str] |
     for path in find_files(spec, root):
         for block in list_blocks(path):
             yield from read_block(block, spec.name, root, columns)
-
-
-_Value: TypeAlias = dict[str, Any] | ProtocolError
-
-
-def _read_parquet(block: Block, columns: Sequence[str] | None) -> Iterator[_Value]:
-    with _open_parquet(block.path) as file:
-        schema = file.schema_arrow
-        names = schema.names if columns is None else [name for name in schema.names if name in columns]
-        nested = [name for name in names if _holds_struct(schema.field(name).type)]
-        batches = file.iter_batches(PARQUET_BATCH_ROWS, row_groups=range(block.start, block.end), columns=names)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{block.path}: cannot read row group {block.start}: {error}") from error
-            for value in _batch_rows(batch):
-                if isinstance(value, dict):
-                    for name in nested:
-                        value[name] = _without_nulls(value[name])
-                yield value
-
-
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be opened as Parquet: {error}") from error
-
-
-def _batch_rows(batch: pa.RecordBatch) -> Iterator[_Value]:
-    try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        # somewhere in the batch: find the rows that have it, keep the others
-        pass
-    for index in range(batch.num_rows):
-        try:
-            yield batch.slice(index, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            yield ProtocolError("undecodable", "row", f"text is not UTF-8: {error}")
-
-
-def _holds_struct(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) or any(_holds_struct(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop null members of structs.
-
-    Arrow gives all structs of a column one type: each row gains the keys of every other row, as nulls. A null
-    that was really there is lost with them; sources that need theirs carry JSON text.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(member) for key, member in value.items() if member is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def _read_jsonl(block: Block, columns: Sequence[str] | None) -> Iterator[_Value]:
-    with block.path.open("rb") as file:
-        for line in _lines(file, block.start, block.end):
-            yield parse_row(line)
-
-
-def _lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
-    """The lines that begin in bytes [start, end), blank ones left out, the oversized cut off."""
-    if start:
-        # the line that reaches into this block belongs to the one before
-        file.seek(start - 1)
-        _finish_line(file)
-    while file.tell() < end:
-        line = file.readline(MAX_ROW_BYTES + 1)
-        if len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
-            _finish_line(file)
-        if line.strip(b" \t\r\n"):
-            yield line
-
-
-def _finish_line(file: BinaryIO) -> None:
-    while (piece := file.readline(BLOCK_BYTES)) and not piece.endswith(b"\n"):
-        pass
-
-
-def _read_json(block: Block, columns: Sequence[str] | None) -> Iterator[_Value]:
-    for element in _elements(block.path.read_bytes(), block.path):
-        yield parse_row(element)
-
-
-# strings are stepped over whole, so that the brackets and commas left are structure
-_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
-
-
-def _elements(text: bytes, path: Path) -> Iterator[bytes]:
-    """The elements of a JSON array, unparsed: each is judged by itself, so that a bad row costs one row."""
-    opening = re.compile(rb"\s*\[").match(text)
-    start = opening.end() if opening else len(text)
-    depth = 1
-    empty = True
-    for match in _STRUCTURE.finditer(text, start):
-        mark = text[match.start()]
-        if mark in b"[{":
-            depth += 1
-        elif mark in b"]}":
-            depth -= 1
-        if depth == 0 or (depth == 1 and mark in b","):
-            element = text[start : match.start()]
-            empty = empty and depth == 0 and not element.strip()
-            if not empty:
-                yield element
-            start = match.end()
-        if depth == 0:
-            break
-    if depth or text[start:].strip():
-        raise ValueError(f"{path} is not one complete JSON array of rows: cut short, or JSONL under the name .json?")
-
-
-def parse_row(text: bytes) -> _Value:
-    """One row of JSON text: an object, or the reason why not."""
-    if len(text) > MAX_ROW_BYTES:
-        return ProtocolError("over_budget", "row", f"the row is larger than {MAX_ROW_BYTES:,} bytes")
-    try:
-        value = loads(text.strip().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return ProtocolError("undecodable", "row", f"text is not UTF-8: {error}")
-    except ProtocolError as error:
-        return error
-    if not isinstance(value, dict):
-        return ProtocolError("schema", "row", f"the row is not an object but {type(value).__name__}")
-    return value
-
-
-_READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}

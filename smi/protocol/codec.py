@@ -212,9 +212,7 @@ def _assemble(
             results.append(ProtocolError("tokenizer", "", problem))
             continue
         # copies, or one example would keep the whole batch in memory
-        results.append(
-            Example(input_ids[start:end].copy(), loss_mask[start:end].copy(), block_types[start:end].copy())
-        )
+        results.append(Example(input_ids[start:end].copy(), loss_mask[start:end].copy(), block_types[start:end].copy()))
     return results
 
 

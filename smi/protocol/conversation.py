@@ -25,8 +25,8 @@ ROLES = (*_RUNTIME_ROLES, "assistant", "tool")
 Reasoning = Literal["keep", "last", "drop"]
 
 # the names the ecosystem gives to the reasoning of an assistant message
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-_ASSISTANT_FIELDS = ("tool_calls", *_REASONING)
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_ASSISTANT_FIELDS = ("tool_calls", *REASONING_FIELDS)
 
 # fields that carry content of a kind the protocol layer would otherwise lose without a word
 _FOREIGN_FIELDS = {
@@ -255,11 +255,11 @@ def answers_a_call(payload: str) -> bool:
 
 def _assistant(message: dict[str, Any], calls: _Calls, where: str, thinks: bool) -> list[Block]:
     thoughts: list[Payload | None] = []
-    if not message.keys().isdisjoint(_REASONING):
-        thoughts = [_payload(message.get(field), where) for field in _REASONING]
+    if not message.keys().isdisjoint(REASONING_FIELDS):
+        thoughts = [_payload(message.get(field), where) for field in REASONING_FIELDS]
         thoughts = [thought for thought in thoughts if _says(thought)]
         if len(set(thoughts)) > 1:
-            raise ProtocolError("reasoning", where, f"{', '.join(_REASONING)} differ; give one of them")
+            raise ProtocolError("reasoning", where, f"{', '.join(REASONING_FIELDS)} differ; give one of them")
     content = _payload(message.get("content"), where)
     requested = message.get("tool_calls")
     if requested is None:

@@ -116,10 +116,22 @@ def _integer(digits: str) -> int:
     # bounded before int(): parsing time grows faster than the number of digits
     if len(digits) > 310:
         raise ProtocolError("number", "", f"integer of {len(digits)} characters; too large for a JSON number")
-    return int(digits)
+    number = int(digits)
+    if not -_SAFE_INTEGER <= number <= _SAFE_INTEGER:
+        check_json(number, "")
+    return number
 
 
-_DECODE = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer).decode
+def _float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ProtocolError("number", "", f"{digits[:40]} is too large for a JSON number")
+    return number
+
+
+_DECODE = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_float
+).decode
 
 
 def loads(text: str) -> Any:
@@ -128,11 +140,21 @@ def loads(text: str) -> Any:
     Raises ProtocolError "json" (syntax), "duplicate_key", "number" (NaN, infinities, integers past the range
     of a double), "text" (lone surrogates) or "nesting" (more than 64 levels).
     """
-    return read(text)[0]
+    value = _decode(text)
+    # what is left to judge is rare, and its marks are in the text: an escape can spell a surrogate, and what is
+    # nested deep has many brackets
+    if "\\ud" in text or "\\uD" in text or (text.count("[") + text.count("{") > MAX_NESTING and not _is_plain(value)):
+        check_json(value, "")
+    return value
 
 
 def read(text: str) -> tuple[Any, str]:
     """As `loads`, with the value's canonical text, the one that `dumps` gives."""
+    value = _decode(text)
+    return value, dumps(value)
+
+
+def _decode(text: str) -> Any:
     check_text(text, "")
     try:
         if text.startswith("\ufeff"):
@@ -142,4 +164,4 @@ def read(text: str) -> tuple[Any, str]:
         raise ProtocolError("json", "", f"not valid JSON: {error}") from None
     except RecursionError:
         raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels") from None
-    return value, dumps(value)
+    return value

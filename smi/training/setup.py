@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import smi_kernels
-from smi.config import Config, DataConfig
+from smi.config import Config, DataConfig, source_options
 from smi.data import SMIDataModule
 from smi.data.pipeline import AnySource
 from smi.data.prepared import PrecompiledSource, open_mixture
@@ -198,9 +198,9 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
     else:
         if data.mirror is None:
             raise ValueError("data.mirror is not set: name the directory that holds the sources' files")
-        train = [
-            SourceSpec(name, source.files, source.adapter, quota=source.quota) for name, source in data.source.items()
-        ]
+        if several := [name for name, source in data.source.items() if source.epochs != 1]:
+            raise ValueError(f"data.source.{several[0]}.epochs is read by python -m smi.prepare: prepare the mixture")
+        train = [SourceSpec(name, **source_options(source)) for name, source in data.source.items()]
     return SMIDataModule(
         tokenizer,
         train,
