@@ -114,8 +114,8 @@ class PrepareConfig:
     error or accept, where a source runs dry before its quota. `only`: these sources; `part`: i/n, the i-th (from 0)
     of n jobs that share every source; `merge`: directories of such jobs, to be made one mixture. `download`: bring the
     files of hub sources to `data.mirror`, and no more. `dedupe`: exact, normalised (but for white space and ids), or
-    near, from a likeness of `near_threshold` on, and at most a share of `near_limit`. `held_out_files`: conversations or
-    texts to be measured with; a row that shares a long run of words with them is left out.
+    near, from a likeness of `near_threshold` on, and at most a share of `near_limit`. `held_out_files`: what is to be
+    measured with; a row that shares a long run of words with it is left out.
     """
 
     workers: int | None = None

@@ -17,7 +17,7 @@ from smi.data.mixture import Plan, prepare
 from smi.data.sources import SourceSpec
 from smi.tokenizer import load_tokenizer
 
-WORDS = [
+WORDS = (
     "the",
     "lamp",
     "costs",
@@ -31,9 +31,8 @@ WORDS = [
     "beside",
     "a",
     "small",
-    "blue",
     "kettle",
-]
+)
 
 
 def talk(rng: random.Random, mark: str = "") -> list[dict[str, Any]]:

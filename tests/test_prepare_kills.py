@@ -74,7 +74,7 @@ def test_a_full_disk_is_an_error_and_the_rerun_completes(
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=48k", "none", str(disk)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=48k", "none", str(disk)], capture_output=True, text=True, check=False
     )
     if mount.returncode:
         pytest.skip(f"no small file system can be mounted here: {mount.stderr.strip()}")
@@ -133,5 +133,5 @@ def test_what_is_not_finished_is_not_opened(root: Path, undisturbed: dict[str, b
     half = tmp_path / "half"
     shutil.copytree(root / "undisturbed", half)
     (half / "manifest.json").rename(half / "progress.json")
-    with pytest.raises(ValueError, match="is no mixture: .* its preparation is not finished"):
+    with pytest.raises(ValueError, match=r"is no mixture: .* its preparation is not finished"):
         read_manifest(half)
