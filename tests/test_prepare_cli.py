@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from preparing import content
 
+from smi.config import Config, config_dir, judge, register
 from smi.data.manifest import read_manifest
+from smi.prepare import make_plan, prepare_mixture
 
 HUB = Path(__file__).parent / "data" / "hub"
 SOURCES = ("ultrachat", "aya", "nemotron_agentic", "hermes_func_calling", "openr1_math", "opencodeinstruct")
@@ -137,20 +140,39 @@ def test_two_jobs_of_a_sweep_are_merged_into_one_mixture(tmp_path: Path) -> None
     assert manifest.shortfalls
 
 
+def configured(*overrides: str) -> Config:
+    register()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return judge(compose("prepare", list(overrides)))
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("overrides", "message"),
     [
         (["+recipe=quickstart"], "there are no sources to prepare: choose data=pilot"),
         (["data=pilot", "prepare.part=2/2"], "it should be i/n, such as 0/4"),
         (["data=pilot", "prepare.only=[mars]"], "prepare.only names mars; there are ultrachat"),
-        (["data=pilot", "prepare.row_time=3"], "prepare.row_time is no setting; did you mean row_timeout"),
         (["data=pilot", "data.source.aya.weight=2"], "aya has a weight: say with prepare.tokens"),
-        (["data=pilot", "data.mirror=."], "no file matches"),
-        (["download=true"], "data.mirror is not set"),
-        (["merge=[nowhere]"], "nowhere is no mixture"),
+        (["data=pilot", "data.source.aya.quota=null", "prepare.tokens=9"], "and aya has neither"),
+        (["data=pilot", "data.source.aya.epochs=0"], "data.source.aya.epochs should be above 0"),
+        (["data=pilot", "data.mixture=null"], "data.mixture is not set"),
+        (["data=pilot", "prepare.merge=[nowhere]"], "nowhere is no mixture"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    output = run(*arguments, cwd=tmp_path, code=2)
-    assert message in output
-    assert output.strip().splitlines()[-1].startswith("error: ")
+def test_what_is_wrong_is_named(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare_mixture(configured("tokenizer=compact", f"data.mixture={tmp_path / 'out'}", *overrides))
+
+
+def test_quotas_are_what_an_epoch_gets_and_shares_where_tokens_are_given() -> None:
+    only = "prepare.only=[aya,openr1_math]"
+    plan = make_plan(configured("data=pilot", "tokenizer=compact", only, "data.source.aya.epochs=4"))
+    assert {source.name: source.quota for source in plan.sources} == {"aya": 250_000, "openr1_math": 1_000_000}
+    assert plan.epochs["aya"] == 4
+    shares = ["prepare.tokens=1000", *(f"data.source.{name}.weight=1" for name in SOURCES), "data.source.aya.weight=3"]
+    plan = make_plan(configured("data=pilot", "tokenizer=compact", *shares))
+    assert [source.quota for source in plan.sources] == [125, 375, 125, 125, 125, 125]
+
+
+def test_an_error_of_the_command_line_is_one_line(tmp_path: Path) -> None:
+    assert run("download=true", cwd=tmp_path, code=2).startswith("error: data.mirror is not set")

@@ -15,7 +15,7 @@ from rich.table import Table
 import smi.bench
 from smi.bench.measure import Figure
 
-SUITES = sorted(m.name for m in pkgutil.iter_modules(smi.bench.__path__) if m.name not in ("__main__", "measure"))
+SUITES = sorted(m.name for m in pkgutil.iter_modules(smi.bench.__path__) if m.name != "measure" and m.name[0] != "_")
 
 
 def show(console: Console, suite: str, figures: dict[str, Figure]) -> None:
