@@ -282,13 +282,11 @@ def main() -> None:
         try:
             config = judge(composed)
             (download_sources if config.prepare.download else prepare_mixture)(config)
-        except OSError as error:
-            print(f"error: {error}; once that is put right, the same command goes on from here", file=sys.stderr)
-            sys.exit(2)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             if HydraConfig.get().mode != RunMode.RUN:  # in a sweep the other jobs go on
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            hint = "; once that is put right, the same command goes on from here" if isinstance(error, OSError) else ""
+            print(f"error: {error}{hint}", file=sys.stderr)
             sys.exit(2)
         except (KeyboardInterrupt, Stopped) as error:
             print("stopped; the same command goes on from here", file=sys.stderr)

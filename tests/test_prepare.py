@@ -209,6 +209,49 @@ class TestChanges:
             open_mixture(tmp_path / "copy", load_tokenizer("compact"), 400)
 
 
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("mode", ["exact", "normalised", "near"])
+def test_duplicates_of_each_kind_are_told_also_by_a_run_that_was_stopped(tmp_path: Path, mode: str) -> None:
+    rng = random.Random(2)
+    words = [f"word{n}" for n in range(400)]
+    texts = [" ".join(rng.choices(words, k=60)) for _ in range(300)]
+    # the same, in other white space, and with one word of sixty changed
+    texts += [texts[5], texts[6].replace(" ", "  ", 3), texts[7].replace(texts[7].split()[30], "other", 1)]
+    rows = [[{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}] for text in texts]
+    (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    held_out = tmp_path / "measured.txt"
+    held_out.write_text(texts[100] + "\n")
+    made = plan(
+        tmp_path,
+        sources=[SourceSpec("talk", "talk.jsonl", "messages")],
+        dedupe=mode,
+        held_out=[str(held_out)],
+        max_length=1000,
+    )
+    manifest = prepare(made, tmp_path / "whole")
+    rejected = {
+        "exact": {"duplicate": 1},
+        "normalised": {"duplicate": 2},
+        "near": {"duplicate": 1, "near_duplicate": 2},
+    }
+    assert manifest.sources["talk"]["rejected"] == rejected[mode] | {"contaminated": 1}
+
+    def stop(source: str, account: Any) -> None:
+        if account.rows >= 250:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(made, tmp_path / "stopped", progress=stop)
+    prepare(made, tmp_path / "stopped")
+    assert content(tmp_path / "stopped") == content(tmp_path / "whole")
+    held_out.write_text("something else")
+    with pytest.raises(ValueError, match=r"held_out\[.*\].sha256 was"):
+        prepare(made, tmp_path / "whole")
+
+
 def test_a_finished_mixture_is_left_as_it_is(root: Path, mixture: Path) -> None:
     times = {file.name: file.stat().st_mtime_ns for file in mixture.iterdir()}
     said: list[str] = []

@@ -34,6 +34,7 @@ from smi.data.pipeline import (
     epoch_documents,
     share_of,
 )
+from smi.data.shards import identities
 from smi.data.sources import SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.payloads import dumps
@@ -129,6 +130,7 @@ class SMIDataModule(LightningDataModule):
         """What became of the training rows since the stream was last begun, prefetched batches included."""
         self.val_account = RowAccount()
         self._compiler = Compiler(tokenizer, max_length)
+        self._contents: dict[str, list[Any]] = {}
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
         # iterators in use, by the loaders; they hold the threads
         self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
@@ -281,7 +283,7 @@ class SMIDataModule(LightningDataModule):
         data: list[Any] = []
         for source in self.train_sources:
             if isinstance(source, SourceSpec):
-                files = [[file.name, file.stat().st_size] for file in find_files(source, self.root)]
+                files = self._files(source)
                 data.append([source.name, source.adapter, source.weight, source.quota, files])
             elif isinstance(source, DocumentSource):
                 data.append(source.identity)
@@ -304,6 +306,14 @@ class SMIDataModule(LightningDataModule):
             "start": self.start,
             "world_size": world_size,
         }
+
+    def _files(self, source: SourceSpec) -> list[Any]:
+        """Name and content of each file of a source; read once, since neither may change while it is trained on."""
+        if source.name not in self._contents:
+            files = find_files(source, self.root)
+            named = zip(files, identities(files), strict=True)
+            self._contents[source.name] = [[file.name, what] for file, what in named]
+        return self._contents[source.name]
 
     def running(self) -> Trainer | None:
         """The Trainer, while it fits with this module."""
