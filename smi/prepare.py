@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,8 @@ def _specs(config: Config) -> list[SourceSpec]:
     if unknown := [name for name in chosen if name not in data.source]:
         raise ValueError(f"prepare.only names {', '.join(unknown)}; there are {', '.join(data.source)}")
     quotas = _quotas(data.source, how.tokens)
-    return [SourceSpec(n, **source_options(s) | {"quota": quotas[n]}) for n, s in data.source.items() if n in chosen]
+    specs = [SourceSpec(name, **source_options(source)) for name, source in data.source.items() if name in chosen]
+    return [replace(spec, quota=quotas[spec.name]) for spec in specs]
 
 
 def _quotas(sources: dict[str, SourceConfig], tokens: int | None) -> dict[str, int | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from smi.bench.measure import Figure
 from smi.bench.prepare import conversations
-from smi.data.mixture import Plan, prepare
+from smi.data.mixture import Account, Plan, prepare
 from smi.data.sources import SourceSpec
 from smi.protocol.conversation import to_stream
 from smi.tokenizer import load_tokenizer
@@ -36,10 +36,9 @@ def rows_per_second(source: Path, workers: int) -> tuple[float, float]:
         plan = Plan([SourceSpec("talk", source.name, "messages")], load_tokenizer("rwkv_world"), source.parent, 2048)
         begun: list[tuple[float, int]] = []
 
-        def watch(name: str, account: object) -> None:
-            rows: int = account.rows  # type: ignore[attr-defined]
-            if rows >= HEAD and not begun:
-                begun.append((time.perf_counter(), rows))
+        def watch(source: str, account: Account) -> None:
+            if account.rows >= HEAD and not begun:
+                begun.append((time.perf_counter(), account.rows))
 
         manifest = prepare(plan, Path(folder) / "mixture", workers=workers, progress=watch)
         took = time.perf_counter() - begun[0][0]

@@ -79,7 +79,9 @@ class Account:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Account:
-        return cls(**values | {"rejected": Counter(values["rejected"])})
+        account = cls(**values)
+        account.rejected = Counter(values["rejected"])
+        return account
 
 
 @dataclass(frozen=True)

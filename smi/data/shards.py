@@ -147,7 +147,11 @@ def write_shard(path: Path, row_groups: Iterator[pa.RecordBatch]) -> dict[str, A
         with (
             draft.open("wb") as file,
             pq.ParquetWriter(
-                file, SCHEMA, compression="zstd", compression_level=COMPRESSION_LEVEL, use_dictionary=_DICTIONARIES
+                file,
+                SCHEMA,
+                compression="zstd",
+                compression_level=COMPRESSION_LEVEL,
+                use_dictionary=_DICTIONARIES,  # pyright: ignore[reportArgumentType]
             ) as writer,
         ):
             for rows in row_groups:
