@@ -62,23 +62,15 @@ def prepare_mixture(config: Config) -> Manifest:
     """
     from rich.console import Console
 
-    from smi.data.manifest import FILE, check_shards, differences, merge, read_manifest
-    from smi.data.mixture import prepare
-    from smi.data.shards import write_text
+    from smi.data.mixture import join, prepare
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
     if config.data.mixture is None:
         raise ValueError("data.mixture is not set: name the directory for the mixture")
     directory = Path(config.data.mixture)
+    accepted = config.prepare.on_shortfall == "accept"
     if config.prepare.merge:
-        manifest = merge([Path(part) for part in config.prepare.merge], directory)
-        check_shards(manifest, directory)
-        if (directory / FILE).exists():
-            if found := list(differences(read_manifest(directory).settings, manifest.settings)):
-                raise ValueError(f"{directory} holds another mixture: {'; '.join(found[:10])}")
-        else:
-            directory.mkdir(parents=True, exist_ok=True)
-            write_text(directory / FILE, manifest.text())
+        manifest = join([Path(part) for part in config.prepare.merge], directory, accept_shortfall=accepted)
     else:
         with _display(console) as progress:
             manifest = prepare(
@@ -86,7 +78,7 @@ def prepare_mixture(config: Config) -> Manifest:
                 directory,
                 workers=_workers(config.prepare.workers),
                 row_timeout=config.prepare.row_timeout,
-                accept_shortfall=config.prepare.on_shortfall == "accept",
+                accept_shortfall=accepted,
                 progress=progress,
                 say=console.print,
             )
@@ -168,27 +160,25 @@ def _workers(wanted: int | None) -> int:
 
 
 def summary(manifest: Manifest) -> Any:
-    """What became of the rows, as a table: one line a source."""
+    """What became of the rows: a table with one line a source, and below it why rows were left out."""
+    from rich.console import Group
     from rich.table import Table
 
     table = Table(title="Mixture")
-    table.add_column("source")
+    table.add_column("source", no_wrap=True)
     for column in ("rows in", "accepted", "rejected", "tokens", "supervised", "quota", "short by"):
         table.add_column(column, justify="right")
-    table.add_column("rejected for", overflow="fold")
+    reasons: list[str] = []
     for name, account in manifest.sources.items():
-        rejected = account["rejected"]
-        counts = (account["rows"], account["accepted"], sum(rejected.values()), account["tokens"])
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items(), key=lambda r: -r[1]))
+        rejected: dict[str, int] = account["rejected"]
+        if rejected:
+            counts = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items(), key=lambda r: -r[1]))
+            reasons.append(f"rejected of {name}: {counts}")
         quota = "all" if account["quota"] is None else f"{account['quota']:,}"
-        table.add_row(
-            name,
-            *(f"{count:,}" for count in (*counts, account["supervised_tokens"])),
-            quota,
-            f"{account['shortfall']:,}",
-            reasons,
-        )
-    return table
+        figures = (account["rows"], account["accepted"], sum(rejected.values()))
+        figures += (account["tokens"], account["supervised_tokens"])
+        table.add_row(name, *(f"{figure:,}" for figure in figures), quota, f"{account['shortfall']:,}")
+    return Group(table, *reasons)
 
 
 class _Pace:

@@ -15,9 +15,9 @@ import pytest
 from preparing import TroubledCompiler, content, plan, talk, write_sources
 
 from smi.data.manifest import Manifest, merge, read_manifest
-from smi.data.mixture import Shortfall, prepare
+from smi.data.mixture import Shortfall, join, prepare
 from smi.data.prepared import open_mixture
-from smi.data.shards import examples, write_text
+from smi.data.shards import examples
 from smi.data.sources import SourceSpec
 from smi.protocol.codec import encode
 from smi.protocol.conversation import Conversation, to_stream
@@ -289,9 +289,7 @@ class TestParts:
         prepare(made, tmp_path / "whole")
         for i in range(2):
             prepare(replace(made, part=(i, 2)), tmp_path / f"part{i}")
-        merged = merge([tmp_path / "part0", tmp_path / "part1"], tmp_path / "all")
-        (tmp_path / "all").mkdir()
-        write_text(tmp_path / "all" / "manifest.json", merged.text())
+        merged = join([tmp_path / "part0", tmp_path / "part1"], tmp_path / "all")
         assert accepted_and_rejected(merged)
         assert merged.sources["books"]["rows"] == 120
         (source,) = open_mixture(tmp_path / "all", made.tokenizer, 400)

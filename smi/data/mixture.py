@@ -28,6 +28,7 @@ from smi.data.manifest import (
     adapter_settings,
     check_shards,
     differences,
+    merge,
     read_manifest,
     tokenizer_settings,
 )
@@ -222,6 +223,22 @@ def prepare(
         write_text(directory / FILE, manifest.text())
         _clean(directory)
         return manifest
+
+
+def join(parts: Sequence[Path], directory: Path, *, accept_shortfall: bool = False) -> Manifest:
+    """Make one mixture in `directory` of those that several jobs made; see `merge`.
+
+    Raises ValueError as `merge`, for shards that are not what their manifests say, and for a directory that holds
+    another mixture; Shortfall as `prepare`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    manifest = merge(parts, directory)
+    check_shards(manifest, directory)
+    if (directory / FILE).exists():
+        _check_same(read_manifest(directory).settings, manifest.settings, directory, "holds another mixture")
+    _accept(manifest, directory, accept_shortfall)
+    write_text(directory / FILE, manifest.text())
+    return manifest
 
 
 def _accept(manifest: Manifest, directory: Path, accepted: bool) -> Manifest:
