@@ -22,8 +22,8 @@ train: setup ## train the quickstart recipe: a small tool-using agent, on the CP
 test: setup ## run the test suite
 	$(RUN) -m pytest
 
-test-full: setup ## the same with many more examples for each property
-	$(RUN) -m pytest --hypothesis-profile=full
+test-full: setup ## the same with the slow tests, and many more examples for each property
+	$(RUN) -m pytest -m 'not gpu' --hypothesis-profile=full
 
 lint: setup ## check style and types
 	$(RUN) -m ruff check .

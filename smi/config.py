@@ -137,9 +137,10 @@ class PrepareConfig:
 
 @dataclass
 class KernelConfig:
-    """`backend` is a WKV backend's name, or auto."""
+    """`backend` is a WKV backend's name, or auto. `compile` runs the blocks, but for the kernel, through inductor."""
 
     backend: str = "auto"
+    compile: bool = False
 
 
 @dataclass
@@ -162,6 +163,8 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     eps: float = 1e-18
     clip: float = 1.0
+    z_loss: float = 0.0
+    l2wrap: bool = False
 
 
 @dataclass
@@ -219,7 +222,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prepare.on_shortfall": ("error", "accept"),
     "prepare.dedupe": ("exact", "normalised", "near"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
-    "trainer.export": ("hf", "native"),
+    "trainer.export": ("hf", "native", "fla"),
     "hardware.accelerator": ("cpu", "gpu"),
     "hardware.precision": ("32-true", "bf16-mixed"),
 }
@@ -251,6 +254,7 @@ LEAST: dict[str, float] = {
     "optim.weight_decay": 0,
     "optim.eps": 0,
     "optim.clip": 0,
+    "optim.z_loss": 0,
     "trainer.max_steps": 1,
     "trainer.accumulate": 1,
     "trainer.val_every": 1,
@@ -281,7 +285,7 @@ def judge(composed: DictConfig) -> Config:
     if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
         raise ConfigError(f"optim.betas should be two numbers from 0 up to 1, not {config.optim.betas}")
     if not config.trainer.export:
-        raise ConfigError("trainer.export is empty: name hf, native or both")
+        raise ConfigError("trainer.export is empty: name one or more of hf, native, fla")
     return config
 
 

@@ -63,7 +63,7 @@ def test_other_data_brings_its_own_tokenizer(composed):
         ("data.train_files=talk.jsonl", "should be a list, like [talk.jsonl]"),
         ("data.train_files=[1]", "data.train_files[0] should be text, not 1"),
         ("logger.kind=paper", "should be one of tensorboard, csv, wandb, none, not 'paper'"),
-        ("trainer.export=[onnx]", "should be one of hf, native, not 'onnx'"),
+        ("trainer.export=[onnx]", "should be one of hf, native, fla, not 'onnx'"),
         ("+data.source.mine.fles=[a]", "data.source.mine.fles is no setting; did you mean files?"),
         ("optim=sgd", "Could not find 'optim/sgd'"),
         ("optim.lr=-1e-3", "optim.lr should be above 0, not -0.001"),

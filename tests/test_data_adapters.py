@@ -416,7 +416,13 @@ def test_a_format_of_ones_own_is_a_function_that_the_source_names(
     assert adapter.convert({"kind": "", "text": "hi"}).messages[0]["content"] == "hi"
     assert get_adapter(f"custom: {package}.form:talk") == adapter
     monkeypatch.setattr(budget, "MAX_NODES", 500)
-    reasons = {"loop": "over_budget", "many": "over_budget", "deep": "nesting", "own": "off_topic", "nothing": "adapter"}
+    reasons = {
+        "loop": "over_budget",
+        "many": "over_budget",
+        "deep": "nesting",
+        "own": "off_topic",
+        "nothing": "adapter",
+    }
     for kind, reason in reasons.items():
         assert refused(f"custom:{package}.form:talk", {"kind": kind}) == reason
     with pytest.raises(ProtocolError, match=r"customfmt\.form:talk: KeyError: 'text' \[adapter\]"):
@@ -446,9 +452,9 @@ def test_formats_that_are_not_there_are_named(package: str) -> None:
 def test_values_are_counted_once_for_each_place_they_stand_in() -> None:
     shared = ["a"] * 10
     check_value([shared] * 10, "x")
+    loop: dict[str, Any] = {"a": [1]}
+    loop["a"].append(loop)
     with pytest.raises(ProtocolError, match="contains itself"):
-        loop: dict[str, Any] = {"a": [1]}
-        loop["a"].append(loop)
         check_value(loop, "x")
     with pytest.raises(ProtocolError, match="larger than"):
         check_value({"a": "x" * (budget.MAX_ROW_BYTES + 1)}, "x")

@@ -40,6 +40,9 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
 

@@ -353,13 +353,17 @@ def test_reserved_rows_exist_and_are_never_used(source: str, tmp_path: Path) -> 
 
 def test_reserved_rows_are_never_sampled() -> None:
     torch = pytest.importorskip("torch")
-    from smi.runtime.sampler import grammar_masks
+    from smi.runtime.grammar import Grammar, Limits, Payload, Writer
 
     for more in ({}, {"sequence_tokens": True}):
         tokenizer = load_tokenizer(str(T1), slots=32, **more)
-        for mask in grammar_masks(tokenizer, tokenizer.vocab_size + 8):
-            assert torch.isinf(mask[list(tokenizer.structural.ids[10:])]).all()
-            assert torch.isinf(mask[[tokenizer.eos_id, tokenizer.structural.id(BlockType.USR)]]).all()
+        grammar = Grammar(tokenizer, tokenizer.vocab_size + 8)
+        inside = grammar.mask(Payload(grammar, framed=True), [tokenizer.structural.eot], text=True)
+        for mask in (Writer(grammar, Limits()).allowed(), inside):
+            assert torch.count_nonzero(mask)
+            assert not mask[list(tokenizer.structural.ids[10:])].any()
+            assert not mask[[tokenizer.eos_id, tokenizer.structural.id(BlockType.USR)]].any()
+            assert not mask[tokenizer.vocab_size :].any()
 
 
 def test_sequence_tokens(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ class TestBadInput:
             (["data.train_files=[good.jsonl]", "kernel.backend=warp"], "no WKV backend named 'warp'"),
             (["data.train_files=[good.jsonl]", "hardware=gpu"], "needs an NVIDIA GPU"),
             (["data.train_files=[good.jsonl]", "model.pretrained=nowhere"], "no checkpoint at nowhere"),
-            (["data.train_files=[good.jsonl]", "model.pretrained=torn.pth"], "missing rwkv7.blocks.1.att.w2"),
+            (["data.train_files=[good.jsonl]", "model.pretrained=torn.pth"], "missing blocks.1.att.w2"),
             (
                 ["data.train_files=[good.jsonl]", f"model.pretrained={DATA / 'rwkv7' / 'T1.pth'}"],
                 "hidden_size 128",

@@ -1,26 +1,32 @@
 """The recurrence in chunks of 16 tokens: batched matrix products in plain torch, on any device.
 
-Within a chunk that starts from the state ``X`` = S^T [K, V], with ``W`` the cumulative log decay,
+Within a chunk that starts from the state ``X`` = S^T [K, V], with ``W`` the cumulative log decay, ``D`` = diag(e^W_C)
+and tokens stacked two by two, [2C, N] each:
 
-    A~ = a e^(W - w)   B~ = b e^-W   K~ = k e^-W   R~ = r e^W                       [C, K]
-    U  = (I - tril(A~ B~^T, -1))^-1 (A~ X + tril(A~ K~^T, -1) V)                    [C, V]
-    O  = R~ X + tril(R~ K~^T) V + tril(R~ B~^T) U
-    X' = diag(e^W_C) (X + K~^T V + B~^T U)
+    AR = [a e^(W - w); r e^W]     BK = [b e^-W; k e^-W]     UV = [U; v]     G = AR BK^T, causal
+    U  = T (a e^(W - w) X + G_ak v)        T = (I - G_ab)^-1
+    O  = r e^W X + G_r UV
+    X' = D (X + BK^T UV)
 
-Everything but ``X -> U -> X'`` is independent from chunk to chunk, so that is all that runs in sequence. Segments
-of a packed row advance side by side: a sequential step handles one chunk of every segment that is long enough.
+where G's rows of ``a`` see earlier tokens and its rows of ``r`` their own as well. Everything but X -> U -> X' is
+independent from chunk to chunk, so that is all that runs in sequence. Segments of a packed row advance side by side,
+each in a lane of its own: a sequential step handles one chunk of every lane that is long enough.
 
-The decays are relative to their own chunk: e^-W stays below e^(16 |w|), which float32 holds for any log decay
-above -5 (RWKV-7's lies in (-0.6065, 0)). The inverse is a triangular solve; inverting by doubling loses all
-digits on repeated keys.
+Heads run in blocks and steps in groups. One group's intermediates are alive at a time, which bounds memory and keeps
+them in a CPU's cache: products of matrices that are not there run at a third of the speed. The backward pass gets
+the states at the groups' starts and the inverses T, and recomputes the rest.
+
+The decays are relative to their own chunk: e^-W stays below e^(16 |w|), which float32 holds with room for the keys
+for any log decay above -4 (RWKV-7's lies in (-0.6065, 0)). The inverse is a triangular solve; inverting by doubling
+loses all digits on repeated keys.
 
 The form is the WY representation of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
-(arXiv:2406.06484) with a diagonal decay. The backward pass recomputes the chunks from the inputs and the states
-at their starts.
+(arXiv:2406.06484) with a diagonal decay.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,24 +36,47 @@ from smi_kernels.backend import Backend, Verdict
 from smi_kernels.inputs import segment_bounds, state_dtype
 
 CHUNK = 16
+# chunks alive together, counted once per head: in a group, and in one of its steps where steps can be split by heads.
+# About 100 KiB each at head size 64, so that a group fits a CPU's cache; elsewhere long batches matter more.
+GROUP = {"cpu": 128}
+STEP = {"cpu": 32}
+GROUP_ELSEWHERE = 4096
+# fewer steps in a group would save more states than recomputing them is worth
+MIN_STEPS = 4
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Consecutive sequential steps; M chunks, ordered by step, then lane.
+
+    tokens: int64 [M * C] rows of a [B * T, H, N] view; tails point at row 0.
+    held: int64 places in `tokens` that hold a token, or None when all do.
+    tails: int64 places that hold none.
+    active: lanes in each step, never more than in the step before.
+    """
+
+    tokens: Tensor
+    held: Tensor | None
+    tails: Tensor
+    active: tuple[int, ...]
+
+    def steps(self, heads: int) -> list[slice]:
+        """The rows of each step in the group's [M * H, ...] tensors."""
+        ends = list(accumulate(lanes * heads for lanes in self.active))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How tokens are dealt into chunks. M chunks in all, in the order of the sequential steps.
+    """How heads are dealt into blocks and tokens into chunks.
 
-    gather: int64 [M * H * C] rows of a [B * T * H, N] view; tails point at row 0.
-    scatter: int64 [B * T * H] rows of a [M * H * C, N] view, the inverse.
-    tails: int64 rows of the [M * H * C, N] view that hold no token.
     order: int64 [S] segment handled in each lane, longest first.
-    active: lanes in each sequential step; their sum is M.
+    heads: the blocks of heads, each of which goes through all groups.
     """
 
-    gather: Tensor
-    scatter: Tensor
-    tails: Tensor
     order: Tensor
-    active: tuple[int, ...]
+    heads: tuple[slice, ...]
+    groups: tuple[_Group, ...]
 
 
 @lru_cache(maxsize=64)
@@ -56,170 +85,221 @@ def _layout(bounds: tuple[int, ...], heads: int, device: torch.device) -> _Layou
     lengths = torch.tensor(bounds[1:]) - starts
     chunks = (lengths + CHUNK - 1) // CHUNK
     order = torch.argsort(chunks, descending=True, stable=True)
-    steps = int(chunks.max())
-    active = [int((chunks > step).sum()) for step in range(steps)]
-    lane = torch.cat([torch.arange(n) for n in active])
-    step = torch.repeat_interleave(torch.arange(steps), torch.tensor(active))
-    offset = step[:, None] * CHUNK + torch.arange(CHUNK)  # [M, C] inside the segment
-    segment = order[lane]
-    valid = offset < lengths[segment][:, None]
-    token = torch.where(valid, starts[segment][:, None] + offset, 0)
+    starts, lengths, chunks = starts[order], lengths[order], chunks[order]
+    active = [int((chunks > step).sum()) for step in range(int(chunks[0]))]
 
-    head = torch.arange(heads)[None, :, None]
-    rows = (token[:, None, :] * heads + head).reshape(-1)  # [M * H * C]
-    valid = valid[:, None, :].expand(-1, heads, -1).reshape(-1)
-    scatter = torch.empty(bounds[-1] * heads, dtype=torch.int64)
-    scatter[rows[valid]] = torch.arange(rows.numel())[valid]
-    tails = torch.nonzero(~valid).squeeze(1)
-    return _Layout(rows.to(device), scatter.to(device), tails.to(device), order.to(device), tuple(active))
+    group_size = GROUP.get(device.type, GROUP_ELSEWHERE)
+    block = min(heads, max(1, STEP.get(device.type, GROUP_ELSEWHERE) // active[0]))
+    groups = []
+    first = 0
+    while first < len(active):
+        last = min(first + max(MIN_STEPS, group_size // (active[first] * block)), len(active))
+        lane = torch.cat([torch.arange(n) for n in active[first:last]])
+        step = torch.repeat_interleave(torch.arange(first, last), torch.tensor(active[first:last]))
+        offset = step[:, None] * CHUNK + torch.arange(CHUNK)  # [M, C] inside the segment
+        holds = offset < lengths[lane][:, None]
+        tokens = torch.where(holds, starts[lane][:, None] + offset, 0).flatten()
+        holds = holds.flatten()
+        held = None if holds.all() else holds.nonzero().squeeze(1).to(device)
+        tails = (~holds).nonzero().squeeze(1).to(device)
+        groups.append(_Group(tokens.to(device), held, tails, tuple(active[first:last])))
+        first = last
+    blocks = tuple(slice(h, min(h + block, heads)) for h in range(0, heads, block))
+    return _Layout(order.to(device), blocks, tuple(groups))
+
+
+def _deal(x: Tensor, group: _Group, dtype: torch.dtype) -> Tensor:
+    """[B, T, H, N] -> [M, C, H, N]; tails are zero, which leaves the state as it is."""
+    rows = x.flatten(0, 1).index_select(0, group.tokens).to(dtype)
+    if group.held is not None:
+        rows.index_fill_(0, group.tails, 0)
+    return rows.unflatten(0, (-1, CHUNK))
+
+
+def _collect(rows: Tensor, group: _Group, out: Tensor) -> None:
+    """[M, C, H, N] -> their places in [B, T, H, N]; tails are left behind."""
+    rows, tokens = rows.flatten(0, 1), group.tokens
+    if group.held is not None:
+        rows, tokens = rows[group.held], tokens[group.held]
+    out.flatten(0, 1).index_copy_(0, tokens, rows.to(out.dtype))
+
+
+def _lanes(state: Tensor, layout: _Layout, block: slice) -> Tensor:
+    """[S, H, V, K] -> [S * H, K, V] of a block of heads, in the order of the lanes; a copy."""
+    size = state.shape[-1]
+    return state[:, block].index_select(0, layout.order).mT.contiguous().view(-1, size, size)
+
+
+def _segments(x: Tensor, layout: _Layout, block: slice, out: Tensor) -> None:
+    """The inverse of `_lanes`, into its place in `out`."""
+    size = x.shape[-1]
+    out[:, block].index_copy_(0, layout.order, x.view(len(layout.order), -1, size, size).mT)
 
 
 class _Chunks:
-    """The per-chunk quantities of the module docstring, from inputs dealt as [M * H, C, N]."""
+    """The per-chunk quantities of the module docstring for one group: R = M * H matrices of each kind.
 
-    def __init__(self, r, w, k, v, a, b):
-        cumulative = w.cumsum(1)
-        grow = cumulative.exp()
-        shrink = cumulative.neg().exp()
-        self.grow = grow
-        self.shrink = shrink
-        self.before = (cumulative - w).exp()
-        self.last = grow[:, -1]  # e^W_C [M * H, K]
-        self.r = r * grow
-        self.a = a * self.before
-        self.k = k * shrink
-        self.b = b * shrink
-        self.v = v
-        self.ab = torch.bmm(self.a, self.b.mT).tril_(-1)
-        self.ak = torch.bmm(self.a, self.k.mT).tril_(-1)
-        self.rk = torch.bmm(self.r, self.k.mT).tril_()
-        self.rb = torch.bmm(self.r, self.b.mT).tril_()
-        identity = torch.eye(CHUNK, dtype=w.dtype, device=w.device).expand_as(self.ab)
-        self.inverse = torch.linalg.solve_triangular(identity - self.ab, identity, upper=False, unitriangular=True)
+    before, grow, shrink: [M, C, H, N] e^(W - w), e^W and e^-W.
+    last: [R, K, 1] e^W_C.
+    ar, bk, uv: [R, 2C, N]; the U of `uv` is the caller's to fill in.
+    mask: [2C, 2C] what a token may see: in the rows of `a` earlier tokens, in the rows of `r` its own as well.
+    gram: [R, 2C, 2C] G.
+    """
 
+    def __init__(self, group: _Group, r, w, k, v, a, b):
+        dtype = state_dtype(r.dtype)
+        r, w, k, v, a, b = (_deal(x, group, dtype) for x in (r, w, k, v, a, b))
+        chunks, _, heads, size = r.shape
+        lower = r.new_ones(CHUNK + 1, CHUNK).tril(-1)
+        decay = torch.bmm(lower.expand(chunks, -1, -1), w.flatten(2)).exp_().unflatten(2, (heads, size))
+        self.before, self.grow = decay[:, :-1], decay[:, 1:]
+        self.shrink = self.grow.reciprocal()
+        self.last = decay[:, -1].reshape(-1, size, 1)
 
-def _deal(x: Tensor, layout: _Layout, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, N] -> [M * H, C, N]; tails are zero, which leaves the state as it is."""
-    size = x.shape[-1]
-    rows = x.reshape(-1, size).index_select(0, layout.gather).to(dtype)
-    if layout.tails.numel():
-        rows.index_fill_(0, layout.tails, 0)
-    return rows.view(-1, CHUNK, size)
-
-
-def _collect(x: Tensor, layout: _Layout, like: Tensor) -> Tensor:
-    """[M * H, C, N] -> [B, T, H, N] in the dtype of `like`; tails are left behind."""
-    size = x.shape[-1]
-    return x.reshape(-1, size).index_select(0, layout.scatter).to(like.dtype).view(like.shape)
+        ar, bk, uv = (r.new_empty(chunks, heads, 2 * CHUNK, size) for _ in range(3))
+        for x, scale, out in (
+            (a, self.before, ar[:, :, :CHUNK]),
+            (r, self.grow, ar[:, :, CHUNK:]),
+            (b, self.shrink, bk[:, :, :CHUNK]),
+            (k, self.shrink, bk[:, :, CHUNK:]),
+        ):
+            torch.mul(x.transpose(1, 2), scale.transpose(1, 2), out=out)
+        uv[:, :, CHUNK:] = v.transpose(1, 2)
+        self.ar, self.bk, self.uv = (x.view(-1, 2 * CHUNK, size) for x in (ar, bk, uv))
+        self.v = self.uv[:, CHUNK:]
+        self.mask = torch.cat([lower[:CHUNK], lower[1:]]).repeat(1, 2)
+        self.gram = torch.bmm(self.ar, self.bk.mT).mul_(self.mask)
 
 
 class _ChunkedWKV7(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, w, k, v, a, b, initial_state, layout):
-        dtype = state_dtype(r.dtype)
-        _, _, heads, size = r.shape
-        chunks = _Chunks(*(_deal(x, layout, dtype) for x in (r, w, k, v, a, b)))
-        lanes = len(layout.order)
-
-        # X -> U -> X', with all that does not depend on X multiplied out beforehand
-        au = torch.bmm(chunks.inverse, chunks.a)
-        u0 = torch.bmm(chunks.inverse, torch.bmm(chunks.ak, chunks.v))
-        kv = torch.bmm(chunks.k.mT, chunks.v)
-        x = initial_state.mT.index_select(0, layout.order).reshape(lanes * heads, size, size)
-        starts = torch.empty_like(kv)
-        u = torch.empty_like(u0)
-        # finished[lane] is set by the last step in which the lane is active
-        finished = torch.empty_like(x)
-        row = 0
-        for step, lanes_now in enumerate(layout.active):
-            n = lanes_now * heads
-            at = slice(row, row + n)
-            starts[at] = x
-            torch.baddbmm(u0[at], au[at], x, out=u[at])
-            x = torch.baddbmm(x + kv[at], chunks.b[at].mT, u[at]).mul_(chunks.last[at].unsqueeze(-1))
-            row += n
-            lanes_next = layout.active[step + 1] if step + 1 < len(layout.active) else 0
-            if lanes_next < lanes_now:
-                finished[lanes_next * heads : n] = x[lanes_next * heads :]
-                x = x[: lanes_next * heads]
-
-        o = torch.bmm(chunks.r, starts)
-        o.baddbmm_(chunks.rk, chunks.v).baddbmm_(chunks.rb, u)
-        final = torch.empty(lanes, heads, size, size, dtype=dtype, device=r.device)
-        final[layout.order] = finished.view(lanes, heads, size, size).mT
-        ctx.save_for_backward(r, w, k, v, a, b, starts, u, finished)
+        inputs = (r, w, k, v, a, b)
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        final = torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+        starts, inverses = [], []
+        for block in layout.heads:
+            x = _lanes(initial_state, layout, block)
+            for group in layout.groups:
+                starts.append(x[: group.active[0] * (block.stop - block.start)].clone())
+                inverses.append(_forward_group(group, [y[:, :, block] for y in inputs], x, o[:, :, block]))
+            _segments(x, layout, block, final)
+        ctx.save_for_backward(*inputs, *starts, *inverses)
         ctx.layout = layout
-        return _collect(o, layout, v), final
+        return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_final):  # type: ignore[override]
-        with torch.autocast(grad_o.device.type, enabled=False):
-            return _ChunkedWKV7._backward(ctx, grad_o, grad_final)
-
-    @staticmethod
-    def _backward(ctx, grad_o, grad_final):
-        r, w, k, v, a, b, starts, u, finished = ctx.saved_tensors
         layout: _Layout = ctx.layout
-        dtype = state_dtype(r.dtype)
-        _, _, heads, size = r.shape
-        lanes = len(layout.order)
-        c = _Chunks(*(_deal(x, layout, dtype) for x in (r, w, k, v, a, b)))
-        do = _deal(grad_o, layout, dtype)
-
-        # dX' -> dY = diag(e^W_C) dX' -> dP -> dX, the mirror of the forward scan
-        dp0 = torch.bmm(c.inverse.mT, torch.bmm(c.rb.mT, do))
-        bp = torch.bmm(c.inverse.mT, c.b)
-        rdo = torch.bmm(c.r.mT, do)
-        dfinal = grad_final.mT.index_select(0, layout.order).reshape(lanes * heads, size, size)
-        dp = torch.empty_like(dp0)
-        dy = torch.empty_like(rdo)
-        dw_last = torch.empty_like(c.last)
-        dx = dfinal[:0]
-        ends = finished[:0]
-        row = starts.shape[0]
-        for step in reversed(range(len(layout.active))):
-            n = layout.active[step] * heads
-            # lanes that end in this step receive the gradient of their final state
-            dx = torch.cat([dx, dfinal[dx.shape[0] : n]])
-            ends = torch.cat([ends, finished[ends.shape[0] : n]])
-            at = slice(row - n, row)
-            torch.mul(dx, ends, out=dy[at])
-            torch.sum(dy[at], -1, out=dw_last[at])
-            torch.mul(dx, c.last[at].unsqueeze(-1), out=dy[at])
-            torch.baddbmm(dp0[at], bp[at], dy[at], out=dp[at])
-            dx = torch.baddbmm(rdo[at] + dy[at], c.a[at].mT, dp[at])
-            ends = starts[at]
-            row -= n
-        dinitial = torch.empty(lanes, heads, size, size, dtype=dtype, device=r.device)
-        dinitial[layout.order] = dx.view(lanes, heads, size, size).mT
-
-        dab = torch.bmm(dp, u.mT).tril_(-1)
-        dak = torch.bmm(dp, c.v.mT).tril_(-1)
-        drk = torch.bmm(do, c.v.mT).tril_()
-        drb = torch.bmm(do, u.mT).tril_()
-        dv = torch.bmm(c.k, dy).baddbmm_(c.rk.mT, do).baddbmm_(c.ak.mT, dp)
-        dr = torch.bmm(do, starts.mT).baddbmm_(drk, c.k).baddbmm_(drb, c.b)
-        da = torch.bmm(dp, starts.mT).baddbmm_(dab, c.b).baddbmm_(dak, c.k)
-        dk = torch.bmm(c.v, dy.mT).baddbmm_(drk.mT, c.r).baddbmm_(dak.mT, c.a)
-        db = torch.bmm(u, dy.mT).baddbmm_(drb.mT, c.r).baddbmm_(dab.mT, c.a)
-
-        # W_t feeds R~, K~ and B~ of its own token and A~ of the next; w_t feeds every W from t on
-        da_scaled = da * c.a
-        dw = (dr * c.r).sub_(dk * c.k).sub_(db * c.b)
-        dw[:, :-1] += da_scaled[:, 1:]
-        dw[:, -1] += dw_last
-        dw = dw.flip(1).cumsum(1).flip(1)
-
-        grads = (
-            _collect(dr.mul_(c.grow), layout, r),
-            _collect(dw, layout, w),
-            _collect(dk.mul_(c.shrink), layout, k),
-            _collect(dv, layout, v),
-            _collect(da.mul_(c.before), layout, a),
-            _collect(db.mul_(c.shrink), layout, b),
-        )
+        inputs, saved = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
+        starts, inverses = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        dinitial = torch.empty_like(grad_final, memory_format=torch.contiguous_format)
+        with torch.autocast(grad_o.device.type, enabled=False):
+            for block in reversed(layout.heads):
+                dx = _lanes(grad_final, layout, block)
+                for group in reversed(layout.groups):
+                    _backward_group(
+                        group,
+                        [x[:, :, block] for x in inputs],
+                        starts.pop(),
+                        inverses.pop(),
+                        grad_o[:, :, block],
+                        dx,
+                        [x[:, :, block] for x in grads],
+                    )
+                _segments(dx, layout, block, dinitial)
         return *grads, dinitial, None
+
+
+def _forward_group(group: _Group, inputs: list[Tensor], x: Tensor, o: Tensor) -> Tensor:
+    """Writes one group's part of `o` and moves the states `x` on; returns the inverses T [R, C, C].
+
+    A lane's state stays where its last step left it.
+    """
+    heads, size = o.shape[2:]
+    c = _Chunks(group, *inputs)
+    identity = torch.eye(CHUNK, dtype=x.dtype, device=x.device)
+    inverse = torch.linalg.solve_triangular(
+        identity - c.gram[:, :CHUNK, :CHUNK], identity, upper=False, unitriangular=True
+    )
+    # [U; O] = left X + base
+    left, base = c.ar.clone(), torch.bmm(c.gram[:, :, CHUNK:], c.v)
+    for part in (left, base):
+        u = torch.bmm(inverse, part[:, :CHUNK])
+        part[:, :CHUNK] = u
+        part[:, CHUNK:] += torch.bmm(c.gram[:, CHUNK:, :CHUNK], u)
+    for at in group.steps(heads):
+        now = x[: at.stop - at.start]
+        uo = torch.baddbmm(base[at], left[at], now, out=base[at])
+        c.uv[at, :CHUNK] = uo[:, :CHUNK]
+        now.baddbmm_(c.bk[at].mT, c.uv[at]).mul_(c.last[at])
+    _collect(base.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:].transpose(1, 2), group, o)
+    return inverse
+
+
+def _backward_group(group, inputs: list[Tensor], start: Tensor, inverse: Tensor, grad_o, dx, grads) -> None:
+    """Writes one group's part of `grads`; moves `dx`, the gradients of the states, from its end to its start."""
+    heads, size = grad_o.shape[2:]
+    c = _Chunks(group, *inputs)
+    steps = group.steps(heads)
+
+    # the forward scan again, for U and the states at the starts of all chunks
+    x = c.gram.new_empty(c.gram.shape[0], size, size)
+    x[steps[0]] = start
+    left = torch.bmm(inverse, c.ar[:, :CHUNK])
+    base = torch.bmm(inverse, torch.bmm(c.gram[:, :CHUNK, CHUNK:], c.v))
+    for at, after in zip(steps, [*steps[1:], None], strict=True):
+        c.uv[at, :CHUNK] = torch.baddbmm(base[at], left[at], x[at])
+        if after is not None:
+            on = slice(at.start, at.start + after.stop - after.start)
+            torch.baddbmm(x[on], c.bk[on].mT, c.uv[on], out=x[after]).mul_(c.last[on])
+
+    # its mirror: dX' -> dY = D dX' -> dP, the gradient of what T is applied to -> dX
+    pdo = torch.empty_like(c.uv)  # [dP; dO]
+    pdo.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:] = _deal(grad_o, group, pdo.dtype).transpose(1, 2)
+    left = c.bk.clone()
+    pdv = torch.bmm(c.gram[:, CHUNK:].mT, pdo[:, CHUNK:])  # [dP; dv]
+    for part in (left, pdv):
+        part[:, :CHUNK] = torch.bmm(inverse.mT, part[:, :CHUNK])
+    dbk = torch.empty_like(c.bk)
+    dlast = torch.empty_like(c.last)
+    for at in reversed(steps):
+        dy = dx[: at.stop - at.start].mul_(c.last[at])
+        torch.sum(dy * x[at], -1, keepdim=True, out=dlast[at])
+        torch.baddbmm(pdv[at], left[at], dy, out=pdv[at])
+        torch.bmm(c.uv[at], dy.mT, out=dbk[at])
+        pdo[at, :CHUNK] = pdv[at, :CHUNK]
+        dy.baddbmm_(c.ar[at].mT, pdo[at])
+    # X' = D (X + BK^T UV), so this is the gradient of W_C through D
+    dlast += (dbk * c.bk).sum(1).unsqueeze(-1)
+
+    dgram = torch.bmm(pdo, c.uv.mT).mul_(c.mask)
+    dar = torch.bmm(pdo, x.mT).baddbmm_(dgram, c.bk)
+    dbk.baddbmm_(dgram.mT, c.ar)
+    dv = pdv[:, CHUNK:] + torch.bmm(c.gram[:, :CHUNK, CHUNK:].mT, pdo[:, :CHUNK])
+
+    # w_t is in every W from t on: W_s scales r, k and b of token s and the a of the next
+    by_ar, by_bk = c.mask[:, :CHUNK].mT, c.mask[CHUNK:, :CHUNK].mT.repeat(1, 2)
+    dw = torch.bmm(by_ar.expand(len(dar), -1, -1), c.ar.mul_(dar))
+    dw.baddbmm_(by_bk.expand(len(dar), -1, -1), c.bk.mul_(dbk), alpha=-1).add_(dlast.mT)
+
+    def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+        x = x.unflatten(0, (-1, heads)).transpose(1, 2)
+        # written in the order of the tokens, which is not that of x
+        return x if scale is None else torch.mul(x, scale, out=x.new_empty(x.shape))
+
+    parts = (
+        scaled(dar[:, CHUNK:], c.grow),
+        scaled(dw, None),
+        scaled(dbk[:, CHUNK:], c.shrink),
+        scaled(dv, None),
+        scaled(dar[:, :CHUNK], c.before),
+        scaled(dbk[:, :CHUNK], c.shrink),
+    )
+    for part, grad in zip(parts, grads, strict=True):
+        _collect(part, group, grad)
 
 
 def run(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:

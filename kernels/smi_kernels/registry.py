@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 import torch
 from torch import Tensor
 
-from smi_kernels import chunked, recurrent
+from smi_kernels import chunked, cpu, recurrent
 from smi_kernels.backend import Backend
 from smi_kernels.inputs import check_inputs
 
@@ -17,8 +17,8 @@ ENTRY_POINT_GROUP = "smi.wkv_backends"
 
 
 _backends: dict[str, Backend] = {}
-# `auto` asks in this order; backends registered from outside come before the portable ones.
-_LAST = ("chunked", "recurrent")
+# `auto` asks in this order, after the backends registered from outside.
+_LAST = ("cpu", "chunked", "recurrent")
 
 
 def register(backend: Backend) -> None:
@@ -122,5 +122,6 @@ def wkv7(
         return chosen.run(r, w, k, v, a, b, initial_state, cu_seqlens)
 
 
+register(cpu.BACKEND)
 register(chunked.BACKEND)
 register(recurrent.BACKEND)

@@ -15,7 +15,8 @@ from rich.table import Table
 import smi.bench
 from smi.bench.measure import Figure
 
-SUITES = sorted(m.name for m in pkgutil.iter_modules(smi.bench.__path__) if m.name != "measure" and m.name[0] != "_")
+NOT_SUITES = ("__main__", "_prepare_run", "measure", "portable")
+SUITES = sorted(m.name for m in pkgutil.iter_modules(smi.bench.__path__) if m.name not in NOT_SUITES)
 
 
 def show(console: Console, suite: str, figures: dict[str, Figure]) -> None:

@@ -139,7 +139,7 @@ def _custom(path: str) -> Adapter:
             f"adapter {CUSTOM}{path}: the module {module_name} cannot be imported: {type(error).__name__}: {error}; "
             "it must be installed, or stand in the working directory or on PYTHONPATH"
         ) from error
-    function = getattr(module, function_name, None)
+    function: Any = getattr(module, function_name, None)
     if function is None or not callable(function):
         raise ValueError(f"adapter {CUSTOM}{path}: the module {module_name} has no function {function_name}")
     return Adapter(f"{CUSTOM}{path}", _Custom(path, function), (), None)

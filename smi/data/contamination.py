@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,17 +76,23 @@ class HeldOut:
         Looked at is what is said and done: not instructions and declarations of tools, nor roles, names and ids.
         A conversation is one that `to_stream` takes.
         """
-        if not self.hashes.size:
-            return None
         for text in spoken(said) if isinstance(said, Stream) else _said(said):
             runs = ngram_hashes(text, self.n)
-            places = np.minimum(np.searchsorted(self.hashes, runs), self.hashes.size - 1)
-            shared = np.flatnonzero(self.hashes[places] == runs)
-            if shared.size:
-                index = int(shared[0])
-                file = self.files[self.sources[places[index]]]
-                return f"shares {ngram_text(text, self.n, index)!r} with {file}"
+            for index in np.flatnonzero(self._marks[runs & np.uint64(self._marks.size - 1)]).tolist():
+                place = int(np.searchsorted(self.hashes, runs[index]))
+                if place < self.hashes.size and self.hashes[place] == runs[index]:
+                    return f"shares {ngram_text(text, self.n, index)!r} with {self.files[self.sources[place]]}"
         return None
+
+    @cached_property
+    def _marks(self) -> np.ndarray:
+        """Marked at the low bits of every hash, bool [2^k]: nearly all runs that are not there are told at a glance."""
+        marks = np.zeros(1 << max(10, (16 * self.hashes.size).bit_length()), np.bool_)
+        marks[self.hashes & np.uint64(marks.size - 1)] = True
+        return marks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_marks"}
 
 
 def _said(conversation: Conversation) -> Iterator[str]:

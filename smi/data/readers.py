@@ -174,10 +174,10 @@ def _messages(path: File, file: pa.NativeFile, schema: pa.Schema) -> Iterator[tu
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Value]:
     arrays = [batch.column(i) for i in range(batch.num_columns)]
-    heavy = np.zeros(0, np.intp)
+    size = heavy = np.zeros(0, np.int64)
     if batch.nbytes > budget.MAX_ROW_BYTES or sum(map(_node_count, arrays)) > budget.MAX_NODES:
         weights = [_weights(array) for array in arrays]
-        size, nodes = (sum(weight[i] for weight in weights) for i in (0, 1))
+        size, nodes = np.sum(weights, axis=0)
         heavy = np.flatnonzero((size > budget.MAX_ROW_BYTES) | (nodes > budget.MAX_NODES))
     start = 0
     for index in [*heavy.tolist(), batch.num_rows]:
@@ -262,11 +262,11 @@ def _weights(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of text and number of values of each of the array's N slots; int64 [N] each."""
     ones = np.ones(len(array), np.int64)
     if isinstance(array, pa.StructArray):
-        members = [_weights(member) for member in array.flatten()]
-        return sum((m[0] for m in members), 0 * ones), sum((m[1] for m in members), ones)
+        size, nodes = np.sum([(0 * ones, ones), *map(_weights, array.flatten())], axis=0)
+        return size, nodes
     if _is_list(array.type) or pa.types.is_map(array.type):
         fixed = pa.types.is_fixed_size_list(array.type)
-        lengths = ones * array.type.list_size if fixed else _filled(pc.list_value_length(array))
+        lengths = ones * array.type.list_size if fixed else _filled(array.value_lengths())
         if fixed:
             lengths = np.where(_filled(array.is_valid()) > 0, lengths, 0)
         ends = np.cumsum(lengths)
@@ -275,7 +275,7 @@ def _weights(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         return size, nodes + 1
     kind = array.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
-        return _filled(pc.binary_length(array)), ones
+        return _filled(pc.binary_length(array)), ones  # pyright: ignore[reportAttributeAccessIssue]
     return 8 * ones, ones
 
 
@@ -322,12 +322,12 @@ def _read_json(block: Block, columns: Sequence[str] | None) -> Iterator[Value]:
 
 # strings are stepped over whole, so that the brackets and commas left are structure
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
-_ROW = re.compile(rb"\s*\[")
+_OPENING = re.compile(rb"\s*\[")
 
 
 def _elements(text: bytes | mmap.mmap, path: File) -> Iterator[bytes]:
     """The elements of a JSON array, unparsed: each is judged by itself, so that a bad row costs one row."""
-    opening = _ROW.match(text)
+    opening = _OPENING.match(text)
     start = opening.end() if opening else len(text)
     depth = 1
     empty = True

@@ -25,6 +25,7 @@ _WORD, _ALONE = 1, 2
 # hiragana and katakana, ideographs with their extension, compatibility ideographs
 _ALONE_RANGES = ((0x3040, 0x3100), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00))
 _FNV_OFFSET = np.uint64(0xCBF29CE484222325)
+_BASE = np.uint64(0x9E3779B97F4A7C15)
 _FNV_PRIME = np.uint64(0x100000001B3)
 
 
@@ -125,12 +126,16 @@ def _ngrams(words, n, short):  # pragma: no cover - compiled
     if count <= 0:
         count = 1 if short and len(words) > 0 else 0
         n = len(words)
+    # a polynomial in the words' hashes, modulo 2^64: going on by a word takes the term of the oldest out
     result = np.empty(count, np.uint64)
+    x, power = np.uint64(0), np.uint64(1)
+    for i in range(n):
+        x = x * _BASE + _mixed(words[i])
+        power *= _BASE
     for i in range(count):
-        x = np.uint64(n)
-        for j in range(i, i + n):
-            x = _mixed(x + words[j] + np.uint64(0x9E3779B97F4A7C15))
-        result[i] = x
+        result[i] = _mixed(x)
+        if i + 1 < count:
+            x = x * _BASE + _mixed(words[i + n]) - power * _mixed(words[i])
     return result
 
 

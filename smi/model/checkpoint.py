@@ -1,52 +1,36 @@
-"""RWKV-7 checkpoints in the three layouts of the ecosystem, read into and written from our model.
+"""RWKV-7 checkpoints: read from any layout of the ecosystem into our model, and written in each (`smi.model.layouts`).
 
-- native: BlinkDL's names (``blocks.0.att.w1``), one ``.pth`` or ``.safetensors`` file;
-- hf: the public Hugging Face layout, ``rwkv7.`` before the native names but for ``head.weight``; our own names;
-- fla: flash-linear-attention's names, low-rank factors transposed, vectors without their unit axes.
-
-A layout is told by the names in it, never by the file's.
+Weights are mapped into memory, not copied: a model comes up in moments, and its pages are read as they are used.
 """
 
 import json
 import os
+import pickle
 import re
-import tempfile
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
 from smi.model.configuration import RWKV7Config
+from smi.model.layouts import DEAD, Layout, check_fla, config_of, fla_config, from_form, layout_of, place, to_form
 from smi.model.modeling import RWKV7ForCausalLM
 
-Layout = Literal["native", "hf", "fla"]
-
-_EMBEDDING = {"native": "emb.weight", "hf": "rwkv7.emb.weight", "fla": "model.embeddings.weight"}
-
-_FLA_TOP = {
-    "model.embeddings.weight": "emb.weight",
-    "model.norm.weight": "ln_out.weight",
-    "model.norm.bias": "ln_out.bias",
-    "lm_head.weight": "head.weight",
-}
-_FLA_BLOCK = {
-    "pre_norm": "ln0",
-    "attn_norm": "ln1",
-    "ffn_norm": "ln2",
-    "attn.r_proj": "att.receptance",
-    "attn.k_proj": "att.key",
-    "attn.v_proj": "att.value",
-    "attn.o_proj": "att.output",
-    "attn.g_norm": "att.ln_x",
-    "attn": "att",
-    "ffn": "ffn",
-}
-_FLA_LOW_RANK = {"0.weight": "1", "2.weight": "2", "2.bias": "0"}
+# the value residual of layer 0, beside a checkpoint in flash-linear-attention's layout, which has no place for it
+DEAD_FILE = "layer_0_value_residual.safetensors"
+_HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
+# bytes converted to another dtype before the pages they were read from are given back
+_MAPPED_AT_ONCE = 2**27
 
 
 class CheckpointError(ValueError):
@@ -58,92 +42,145 @@ def load_pretrained(
 ) -> RWKV7ForCausalLM:
     """The model in `source`, on the CPU, in eval mode.
 
+    The layout is told by the names of the tensors, and every size by their shapes. Where a config.json lies beside
+    them (in a directory), it gives what weights do not show; sizes that it states wrongly are warned of.
+
+    The parameters are private views of the files: training changes the model alone. While it lives, a file may be
+    deleted or replaced, but not written over in place. With a `dtype` other than the stored one they are copies,
+    converted one by one: memory peaks at little more than the model.
+
     Args:
-        source: a file (.pth, .safetensors), a directory that holds one (sharded safetensors included), or a
-            hub id "owner/name".
+        source: a file (safetensors, or a .pth in torch's zip format), an index of shards
+            (``model.safetensors.index.json``), a directory that holds one of these, or a hub id "owner/name".
         revision: of a hub id: a commit hash, tag or branch.
         dtype: of the parameters; as stored when absent.
 
     Raises:
         CheckpointError: nothing there, not readable, not RWKV-7, or missing, unexpected or misshaped names, all
-            of them listed.
+            of them listed, in the names of the file.
     """
     path = _local(source, revision)
-    tensors = read_checkpoint(path)
-    config_file = path / "config.json"
-    extra = _read_json(config_file) if config_file.is_file() else {}
-    config = config_of(tensors, extra, where=str(path))
+    folder, files = _find(path)
+    stored: dict[str, Tensor] = {}
+    where: dict[str, str] = {}
+    problems: list[str] = []
+    for file in files:
+        for name, tensor in _open(file).items():
+            if name in stored:
+                problems.append(f"{name} is in {where[name]} and in {file.name}")
+            stored[name], where[name] = tensor, file.name
+    layout = layout_of(stored)
+    if layout is None:
+        raise CheckpointError(
+            f"{path} holds no RWKV-7 model in the native, the public Hugging Face or flash-linear-attention's "
+            f"layout; its {len(stored)} tensors begin {', '.join(sorted(stored)[:3])}"
+        )
+    stated = _read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+    try:
+        config, contradicted = config_of(stored, layout, stated)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    if contradicted:
+        warnings.warn(
+            f"{folder}/config.json is wrong, the weights count: {', '.join(contradicted)}",
+            stacklevel=2,
+        )
+
     with no_init_weights(), torch.device("meta"):
         model = RWKV7ForCausalLM(config)
-
-    wanted = model.state_dict()
-    # layer 0 has no use for its value residual: files may leave it out
-    for name in ("v0", "v1", "v2"):
-        key = f"rwkv7.blocks.0.att.{name}"
-        tensors.setdefault(key, torch.zeros(wanted[key].shape, dtype=tensors["rwkv7.emb.weight"].dtype))
-    problems = [f"missing {name}" for name in wanted if name not in tensors]
-    problems += [f"unexpected {name}" for name in tensors if name not in wanted]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
-        for name in wanted
-        if name in tensors and tensors[name].shape != wanted[name].shape
-    ]
+    shapes = model.state_dict()
+    places = {place(name, layout).name: name for name in shapes}
+    wanted = {spot: to_form(shapes[name], place(name, layout).form) for spot, name in places.items()}
+    problems += [f"missing {spot}" for spot, name in places.items() if spot not in stored and name not in DEAD]
+    for name, tensor in stored.items():
+        at = f" (in {where[name]})" if len(files) > 1 else ""
+        if name not in wanted:
+            problems.append(f"unexpected {name}{at}")
+        elif tensor.shape != wanted[name].shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(wanted[name].shape)}{at}")
+        elif not tensor.is_floating_point():
+            problems.append(f"{name} holds {str(tensor.dtype).removeprefix('torch.')}, not floating-point numbers{at}")
     if problems:
-        raise CheckpointError(f"{path} does not fit RWKV-7:\n  " + "\n  ".join(problems))
-    model.load_state_dict(
-        {name: tensors[name] if dtype is None else tensors[name].to(dtype) for name in wanted}, assign=True
-    )
-    for parameter in model.parameters():
-        parameter.requires_grad_()
+        raise CheckpointError(f"{path} does not fit RWKV-7 (read as the {layout} layout):\n  " + "\n  ".join(problems))
+
+    missing = [places[spot] for spot in places if spot not in stored]
+    del stored
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _read(files, dtype):
+        ours = places[name]
+        tensors[ours] = from_form(tensor, place(ours, layout).form)
+    for name in missing:
+        tensors[name] = torch.zeros(shapes[name].shape, dtype=tensors["rwkv7.emb.weight"].dtype)
+    model.load_state_dict(tensors, assign=True)
+    if folder and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_dict(_read_json(folder / "generation_config.json"))
     return model.eval()
 
 
 def _local(source: str | os.PathLike, revision: str | None) -> Path:
+    """The path of `source` here, fetched from the hub if need be."""
     path = Path(source)
     if path.exists():
+        if revision is not None:
+            raise CheckpointError(f"{source} is a path, which has no revisions: revision {revision} means nothing here")
         return path
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(str(source), revision=revision, allow_patterns=["*.safetensors*", "*.json"]))
-        except Exception as error:
-            raise CheckpointError(
-                f"{source} is neither here (no such directory) nor could it be fetched from the hub: {error}"
-            ) from error
-    raise CheckpointError(f"no checkpoint at {source}: give a file, a directory, or a hub id owner/name")
-
-
-def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file or directory, memory-mapped, under our names and shapes."""
-    tensors = _read_files(path)
-    layout = layout_of(tensors, where=str(path))
-    return dict(_from_layout(name, tensor, layout) for name, tensor in tensors.items())
-
-
-def _read_files(path: Path) -> dict[str, Tensor]:
-    if path.is_file():
-        return _read_file(path)
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        absent = [shard for shard in shards if not (path / shard).exists()]
-        if absent:
-            raise CheckpointError(f"{path}: {index.name} names files that are not there: {', '.join(absent)}")
-        tensors: dict[str, Tensor] = {}
-        for shard in shards:
-            tensors |= _read_file(path / shard)
-        return tensors
-    candidates = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.pth"))
-    if len(candidates) != 1:
-        found = ", ".join(file.name for file in candidates) or "none"
-        raise CheckpointError(
-            f"{path} should hold one .safetensors or .pth file, or model.safetensors.index.json; found: {found}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or path.suffix in (".pth", ".safetensors", ".json"):
+        raise CheckpointError(f"no checkpoint at {source}: give a file, a directory, or a hub id owner/name")
+    here = f"there is no directory {source} here, and the hub"
+    try:
+        # what lies in folders of the repository are other forms of the model
+        return Path(
+            snapshot_download(str(source), revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
         )
-    return _read_file(candidates[0])
+    except GatedRepoError as error:
+        problem = f"{here} gives {source} only to those who accepted its terms: do so on its page, then `hf auth login`"
+        raise CheckpointError(problem) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{here} has {source}, but no revision {revision} of it") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        problem = f"{here} has no model {source} (a private one needs `hf auth login`)"
+        raise CheckpointError(problem) from error
+    except Exception as error:
+        # offline, no network, a full disk: each of the client's HTTP libraries has its own classes for these
+        problem = f"{here} could not be asked for {source}, which is not in its cache either: {_first_line(error)}"
+        raise CheckpointError(problem) from error
 
 
-def _read_json(file: Path) -> dict:
+def _find(path: Path) -> tuple[Path | None, list[Path]]:
+    """The directory of a checkpoint (None for a file that stands alone) and the files that hold its tensors."""
+    if path.is_file() and not path.name.endswith(".index.json"):
+        return None, [path]
+    if path.is_file():
+        folder, files = path.parent, _shards(path)
+    else:
+        folder = path
+        indices = sorted(path.glob("*.safetensors.index.json"))
+        shards = {shard for index in indices for shard in _shards(index)}
+        single = [file for file in sorted(path.glob("*.safetensors")) if file not in shards and file.name != DEAD_FILE]
+        candidates = indices + single or sorted(path.glob("*.pth"))
+        if len(candidates) != 1:
+            raise CheckpointError(
+                f"{path} should hold one checkpoint: a .safetensors file, shards with their index, or a .pth file; "
+                f"found: {', '.join(file.name for file in candidates) or 'none'}"
+            )
+        files = _shards(indices[0]) if indices else candidates
+    dead = folder / DEAD_FILE
+    return folder, files + [dead] * dead.is_file()
+
+
+def _shards(index: Path) -> list[Path]:
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index} cannot be read: it has no weight_map from names to files")
+    shards = sorted({index.parent / name for name in names.values()})
+    if strangers := [str(shard) for shard in shards if shard.parent != index.parent]:
+        raise CheckpointError(f"{index} names files outside its directory: {', '.join(strangers)}")
+    if absent := [shard.name for shard in shards if not shard.is_file()]:
+        raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
+    return shards
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -153,110 +190,146 @@ def _read_json(file: Path) -> dict:
     return content
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+def _open(file: Path) -> dict[str, Tensor]:
+    """Every tensor of a file, mapped into memory. The container is told by its first bytes."""
+    with file.open("rb") as handle:
+        head = handle.read(9)
     try:
-        if file.suffix == ".safetensors":
+        if head.startswith(b"PK"):
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        elif head[8:] == b"{":
             with safe_open(file, framework="pt") as handle:
-                return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not iterable itself)
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                loaded = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not iterable itself)
+        else:
+            raise CheckpointError(
+                f"{file} cannot be read: neither safetensors nor torch's zip format. It may be incomplete, or come "
+                "from a torch before 1.6: such a file must be loaded and saved again by one that is newer"
+            )
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} cannot be read: it holds more than tensors, and unpickling that could run code of whoever wrote it"
+        ) from error
+    except CheckpointError:
+        raise
     except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise CheckpointError(
+            f"{file} cannot be read; it may be incomplete or damaged: {_first_line(error)}"
+        ) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items()
+    ):
         raise CheckpointError(f"{file} is no flat dictionary of tensors")
     return loaded
 
 
-def layout_of(tensors: Mapping[str, Tensor], where: str = "checkpoint") -> Layout:
-    """Which layout the names are in. Raises CheckpointError if none."""
-    for layout, name in _EMBEDDING.items():
-        if name in tensors:
-            return layout  # type: ignore[return-value]
-    raise CheckpointError(
-        f"{where} holds no RWKV-7 model: none of {', '.join(_EMBEDDING.values())} among its {len(tensors)} "
-        f"tensors ({', '.join(sorted(tensors)[:3])} ...)"
-    )
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _from_layout(name: str, tensor: Tensor, layout: Layout) -> tuple[str, Tensor]:
-    if layout == "fla":
-        name, tensor = _native_from_fla(name, tensor)
-    if layout != "hf" and name != "head.weight":
-        name = f"rwkv7.{name}"
-    return name, tensor
-
-
-def _native_from_fla(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    if name in _FLA_TOP:
-        return _FLA_TOP[name], tensor
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-    if match is None:
-        return name, tensor
-    block, rest = match.groups()
-    low_rank = re.fullmatch(r"attn\.([wavg])_lora\.lora\.(.+)", rest)
-    if low_rank and low_rank[2] in _FLA_LOW_RANK:
-        native = f"att.{low_rank[1]}{_FLA_LOW_RANK[low_rank[2]]}"
-        tensor = tensor.view(1, 1, -1) if tensor.ndim == 1 else tensor.T.contiguous()
-    else:
-        for fla, ours in _FLA_BLOCK.items():
-            if rest.startswith(f"{fla}."):
-                native = ours + rest[len(fla) :]
-                break
-        else:
-            return name, tensor
-        if native in ("att.k_k", "att.k_a", "ffn.x_k"):
-            tensor = tensor.view(1, 1, -1)
-    return f"blocks.{block}.{native}", tensor
-
-
-def config_of(tensors: Mapping[str, Tensor], extra: Mapping[str, object], where: str) -> RWKV7Config:
-    """The configuration that fits some weights (our names); `extra` gives what weights do not show."""
-
-    def shape(name: str) -> torch.Size:
-        if name not in tensors:
-            raise CheckpointError(f"{where} does not fit RWKV-7:\n  missing {name}")
-        if tensors[name].ndim != 2:
-            raise CheckpointError(f"{where} does not fit RWKV-7:\n  {name} has shape {list(tensors[name].shape)}")
-        return tensors[name].shape
-
-    layers = {int(m[1]) for name in tensors if (m := re.match(r"rwkv7\.blocks\.(\d+)\.", name))}
-    if layers != set(range(len(layers))) or not layers:
-        raise CheckpointError(f"{where}: blocks {sorted(layers)} are not numbered from 0 without a gap")
-    first, last = "rwkv7.blocks.0.", f"rwkv7.blocks.{len(layers) - 1}."
-    kept = ("norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "wkv_implementation")
-    vocab, width = shape("rwkv7.emb.weight")
-    # a single layer has no value residual, and need not say its rank
-    lone = len(layers) == 1 and last + "att.v1" not in tensors
-    value_rank = 1 if lone else shape(last + "att.v1")[1]
-    return RWKV7Config(
-        vocab_size=vocab,
-        hidden_size=width,
-        num_hidden_layers=len(layers),
-        head_dim=shape(first + "att.r_k")[1],
-        intermediate_size=shape(first + "ffn.key.weight")[0],
-        decay_low_rank_dim=shape(first + "att.w1")[1],
-        a_low_rank_dim=shape(first + "att.a1")[1],
-        v_low_rank_dim=value_rank,
-        gate_low_rank_dim=shape(first + "att.g1")[1],
-        **{name: extra[name] for name in kept if name in extra},  # type: ignore[arg-type]
-    )
+def _read(files: Sequence[Path], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of some files by name: mapped, or a copy where it had to be converted."""
+    for file in files:
+        mapped, converted = _open(file), 0
+        for name in list(mapped):
+            if converted > _MAPPED_AT_ONCE:
+                # pages once read count as ours until their mapping goes
+                mapped, converted = _open(file), 0
+            tensor = mapped[name]
+            if dtype not in (None, tensor.dtype):
+                converted += tensor.nbytes
+                tensor = tensor.to(dtype)
+            yield name, tensor
 
 
 def save_native(model: RWKV7ForCausalLM, file: str | os.PathLike) -> Path:
     """Writes BlinkDL's layout to `file` (.pth or .safetensors), whole or not at all.
 
-    The .pth form is the zip format that the `rwkv` package maps into memory.
+    The .pth form is the zip format that the `rwkv` package maps into memory. Layer 0's value residual is in it, as
+    the official training code expects.
+
+    Raises:
+        ValueError: for another suffix.
     """
     file = Path(file)
-    tensors = {
-        name.removeprefix("rwkv7."): tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
-    }
     if file.suffix not in (".pth", ".safetensors"):
         raise ValueError(f"a native checkpoint is a .pth or .safetensors file, not {file.name}")
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        draft = Path(folder) / file.name
+    tensors = _laid_out(model, "native")
+    draft = file.with_name(f".{file.name}.partial")
+    try:
         if file.suffix == ".pth":
             torch.save(tensors, draft)
         else:
-            save_file(tensors, draft)
-        os.replace(draft, file)
+            save_file(tensors, draft, metadata={"format": "pt"})
+        publish(draft, file)
+    finally:
+        draft.unlink(missing_ok=True)
     return file
+
+
+def save_pretrained(
+    model: RWKV7ForCausalLM, directory: str | os.PathLike, *, layout: Layout = "hf", max_shard_size: str | int = "5GB"
+) -> Path:
+    """Writes a new directory with config.json and safetensors, sharded if need be, whole or not at all.
+
+    - "hf": the public Hugging Face layout, for the publisher's code, transformers and this one. Layer 0's value
+      residual is in it: that code has buffers for it.
+    - "fla": for flash-linear-attention's own RWKV7ForCausalLM, which has no such tensors. Unless they are zero they
+      go into a file of their own beside it, `DEAD_FILE`, that only this code reads.
+
+    Args:
+        max_shard_size: bytes, or text like "500MB"; a larger tensor gets a file to itself.
+
+    Raises:
+        ValueError: the directory has contents already; or the layout is "native" (`save_native`); or the model is
+            one that flash-linear-attention would compute otherwise.
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} has contents already: give a directory that is new or empty")
+    draft = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        match layout:
+            case "hf":
+                model.save_pretrained(draft, max_shard_size=max_shard_size)
+            case "fla":
+                _save_fla(model, draft, max_shard_size)
+            case _:
+                raise ValueError(f"layout should be hf or fla, not {layout}: save_native writes the native one")
+        publish(draft, directory)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return directory
+
+
+def _save_fla(model: RWKV7ForCausalLM, directory: Path, max_shard_size: str | int) -> None:
+    assert isinstance(model.config, RWKV7Config)
+    check_fla(model.config)
+    directory.mkdir(parents=True)
+    tensors = _laid_out(model, "fla")
+    dead = {name: tensors.pop(name) for name in [place(name, "fla").name for name in DEAD]}
+    save_torch_state_dict(tensors, directory, max_shard_size=max_shard_size)
+    if any(bool(tensor.any()) for tensor in dead.values()):
+        save_file(dead, directory / DEAD_FILE)
+    config = json.dumps(fla_config(model.config, model.dtype), indent=2)
+    (directory / "config.json").write_text(config + "\n", encoding="utf-8")
+    model.generation_config.save_pretrained(directory)
+
+
+def _laid_out(model: RWKV7ForCausalLM, layout: Layout) -> dict[str, Tensor]:
+    spots = {name: place(name, layout) for name in model.state_dict()}
+    return {
+        spots[name].name: to_form(tensor.detach().cpu(), spots[name].form).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def publish(draft: Path, target: Path) -> None:
+    """Gives a finished file or directory its name, once all of it is on the disk."""
+    for path in [*draft.rglob("*"), draft] if draft.is_dir() else [draft]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    os.replace(draft, target)

@@ -24,12 +24,16 @@ from transformers import initialization as init
 from transformers.utils.generic import ModelOutput
 
 from smi.model.configuration import RWKV7Config
+from smi.model.elementwise import mix, squared_relu
 from smi_kernels import wkv7
 from smi_kernels.inputs import segment_bounds, state_dtype
 
 # the log decay is -exp(-1/2) sigmoid(.), so that a channel keeps at least exp(-0.6065) of itself a step
 DECAY_SCALE = math.exp(-0.5)
 GROUP_NORM_EPS = 64e-5
+
+# in a compiled block the kernel stays outside of the graphs: its registry chooses what runs
+_wkv7 = torch.compiler.disable(wkv7)
 
 
 @dataclass(frozen=True)
@@ -182,9 +186,7 @@ class RWKV7TimeMix(nn.Module):
         batch, length, width = x.shape
         by_head = (batch, length, self.num_heads, self.head_dim)
         shifted, last = token_shift(x, shift, segments)
-        delta = shifted - x
-        x_r, x_w, x_k = x + delta * self.x_r, x + delta * self.x_w, x + delta * self.x_k
-        x_v, x_a, x_g = x + delta * self.x_v, x + delta * self.x_a, x + delta * self.x_g
+        x_r, x_w, x_k, x_v, x_a, x_g = mix(x, shifted, self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)
 
         r = self.receptance(x_r)
         k = self.key(x_k)
@@ -192,11 +194,10 @@ class RWKV7TimeMix(nn.Module):
         # the decay leaves the activations' precision: over a long sequence its errors would multiply
         decay = self.w0 + torch.tanh(x_w @ self.w1) @ self.w2
         w = -DECAY_SCALE * torch.sigmoid(decay.to(state_dtype(decay.dtype)))
-        if self.layer_id == 0:
+        if v_first is None:
             v_first = v
         else:
-            assert v_first is not None
-            v = v + (v_first - v) * torch.sigmoid(self.v0 + (x_v @ self.v1) @ self.v2)
+            v = torch.addcmul(v, v_first - v, torch.sigmoid(self.v0 + (x_v @ self.v1) @ self.v2))
         a = torch.sigmoid(self.a0 + (x_a @ self.a1) @ self.a2)
         g = torch.sigmoid(x_g @ self.g1) @ self.g2
 
@@ -206,7 +207,7 @@ class RWKV7TimeMix(nn.Module):
 
         r, k, v, a = r.view(by_head), k.view(by_head), v.view(by_head), a.view(by_head)
         dtype = r.dtype
-        o, wkv = wkv7(
+        o, wkv = _wkv7(
             r,
             w.view(by_head),
             k.to(dtype),
@@ -220,7 +221,6 @@ class RWKV7TimeMix(nn.Module):
         o = self.ln_x(o.reshape(batch * length, width)).view(batch, length, width)
         bonus = (r * k * self.r_k).sum(dim=-1, keepdim=True) * v
         o = o + bonus.view(batch, length, width)
-        assert v_first is not None
         return self.output(o * g), v_first, last, wkv
 
     def init_weights(self) -> None:
@@ -267,8 +267,8 @@ class RWKV7ChannelMix(nn.Module):
     def forward(self, x: Tensor, shift: Tensor | None, segments: Segments | None) -> tuple[Tensor, Tensor]:
         """x [B, T, C], shift [S, C]; returns the output [B, T, C] and the new shift."""
         shifted, last = token_shift(x, shift, segments)
-        k = self.key(x + (shifted - x) * self.x_k)
-        return self.value(torch.relu(k).square()), last
+        (x_k,) = mix(x, shifted, self.x_k)
+        return self.value(squared_relu(self.key(x_k))), last
 
     def init_weights(self) -> None:
         width, inner = self.key.in_features, self.key.out_features
@@ -282,8 +282,7 @@ class RWKV7Block(nn.Module):
     def __init__(self, config: RWKV7Config, layer_id: int):
         super().__init__()
         width, eps = config.hidden_size, config.norm_eps
-        if layer_id == 0:
-            self.ln0 = nn.LayerNorm(width, eps=eps)
+        self.ln0 = nn.LayerNorm(width, eps=eps) if layer_id == 0 else nn.Identity()
         self.ln1 = nn.LayerNorm(width, eps=eps)
         self.ln2 = nn.LayerNorm(width, eps=eps)
         self.att = RWKV7TimeMix(config, layer_id)
@@ -300,13 +299,10 @@ class RWKV7Block(nn.Module):
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Returns x, v_first, and the layer's new att_shift, ffn_shift and wkv."""
-        if self.att.layer_id == 0:
-            x = self.ln0(x)
+        x = self.ln0(x)
         mixed, v_first, last_att, wkv = self.att(self.ln1(x), v_first, att_shift, wkv, segments, backend)
         x = x + mixed
         mixed, last_ffn = self.ffn(self.ln2(x), ffn_shift, segments)
-        assert v_first is not None
-        assert wkv is not None
         return x + mixed, v_first, last_att, last_ffn, wkv
 
 
@@ -347,6 +343,26 @@ class RWKV7Model(RWKV7PreTrainedModel):
         self.wkv_backend = "auto"
         self.gradient_checkpointing = False
         self.post_init()
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Has `torch.compile` fuse what surrounds the WKV kernel in every block.
+
+        The kernel itself, which is chosen and run by its registry, stays outside: a deliberate graph break, and the
+        only one, so that a block is a graph before it and a graph after it.
+
+        Raises:
+            RuntimeError: torch cannot compile here, as on a CPU without a C++ compiler.
+        """
+        probe = torch.zeros(64, device=self.emb.weight.device)
+        try:
+            torch.compile(lambda x: x * 2 + 1, backend=backend)(probe)
+        except Exception as error:
+            cause = " ".join(str(error).split("\n\n")[0].split())
+            raise RuntimeError(
+                f"torch.compile needs a C++ compiler for the CPU, and Triton for a GPU: {cause}"
+            ) from error
+        for block in self.blocks:
+            block.compile(backend=backend)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.emb

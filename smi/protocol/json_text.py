@@ -140,21 +140,6 @@ def loads(text: str) -> Any:
     Raises ProtocolError "json" (syntax), "duplicate_key", "number" (NaN, infinities, integers past the range
     of a double), "text" (lone surrogates) or "nesting" (more than 64 levels).
     """
-    value = _decode(text)
-    # what is left to judge is rare, and its marks are in the text: an escape can spell a surrogate, and what is
-    # nested deep has many brackets
-    if "\\ud" in text or "\\uD" in text or (text.count("[") + text.count("{") > MAX_NESTING and not _is_plain(value)):
-        check_json(value, "")
-    return value
-
-
-def read(text: str) -> tuple[Any, str]:
-    """As `loads`, with the value's canonical text, the one that `dumps` gives."""
-    value = _decode(text)
-    return value, dumps(value)
-
-
-def _decode(text: str) -> Any:
     check_text(text, "")
     try:
         if text.startswith("\ufeff"):
@@ -164,4 +149,14 @@ def _decode(text: str) -> Any:
         raise ProtocolError("json", "", f"not valid JSON: {error}") from None
     except RecursionError:
         raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels") from None
+    # what is left to judge is rare, and its marks are in the text: an escape can spell a surrogate, and what is
+    # nested deep has many brackets
+    if "\\ud" in text or "\\uD" in text or (text.count("[") + text.count("{") > MAX_NESTING and not _is_plain(value)):
+        check_json(value, "")
     return value
+
+
+def read(text: str) -> tuple[Any, str]:
+    """As `loads`, with the value's canonical text, the one that `dumps` gives."""
+    value = loads(text)
+    return value, dumps(value)

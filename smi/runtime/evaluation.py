@@ -1,15 +1,16 @@
 """What a model's actions and answers are worth, on conversations whose right ones are known."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from smi.model.modeling import RWKV7ForCausalLM
-from smi.protocol.codec import encode_prompt
 from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.payloads import parse_act
 from smi.protocol.stream import Block, ProtocolError, Stream
 from smi.protocol.tokens import BlockType, Side
-from smi.runtime.sampler import Generation, generate
+from smi.runtime.grammar import Limits
+from smi.runtime.session import Runtime, Session
+from smi.runtime.turn import Reply, TurnEnded
 from smi.tokenizer import Tokenizer
 
 
@@ -21,7 +22,7 @@ class ActionScores:
     parsed: JSON in the protocol's envelope; declared: also name a tool of CAPS; valid: also with arguments that fit
     its schema; exact: also equal to the expected block in the same place.
     answers: transmissions expected to be an OUT without an ACT; answers_exact: those whose OUT came out word for word.
-    unfinished: transmissions without an EOT within the limit.
+    unfinished: transmissions that the limit ended.
     """
 
     expected: int = 0
@@ -48,40 +49,64 @@ class ActionScores:
         return {**asdict(self), "valid_share": self.valid_share, "exact_share": self.exact_share}
 
 
+def replies(runtime: Runtime, prompts: Sequence[Stream], limits: Limits) -> list[Reply]:
+    """The model's greedy continuation of each prompt, as many at a time as the runtime has slots."""
+    found: list[Reply | None] = [None] * len(prompts)
+    waiting = list(reversed(range(len(prompts))))
+    playing: dict[Session, int] = {}
+    while waiting or playing:
+        while waiting and runtime.pool.free_slots:
+            session = runtime.open()
+            playing[session] = waiting.pop()
+            session.replay(prompts[playing[session]])
+            session.begin(limits)
+        for session, event in runtime.step(list(playing)):
+            if isinstance(event, TurnEnded):
+                found[playing.pop(session)] = event.reply
+                session.close()
+    return [reply for reply in found if reply is not None]
+
+
 def score_actions(
     model: RWKV7ForCausalLM,
     tokenizer: Tokenizer,
     conversations: Iterable[Conversation],
     *,
     max_tokens: int = 256,
+    batch: int = 64,
 ) -> ActionScores:
-    """Generates every model transmission of `conversations` greedily and compares it with the true one."""
+    """Generates every model transmission of `conversations` greedily and compares it with the true one.
+
+    max_tokens: of each transmission. batch: conversations at a time.
+    """
     prompts, truths, tools = [], [], []
     for conversation in conversations:
         stream = to_stream(conversation)
         for i, transmission in enumerate(stream.transmissions):
             if transmission.side is Side.MODEL:
-                prompts.append(encode_prompt(Stream(stream.transmissions[:i]), tokenizer))
+                prompts.append(Stream(stream.transmissions[:i]))
                 truths.append(transmission.blocks)
                 tools.append(conversation.tools or [])
     scores = ActionScores()
-    generations = generate(model, tokenizer, prompts, max_tokens=max_tokens)
-    for generation, truth, declared in zip(generations, truths, tools, strict=True):
-        _score(scores, generation, truth, declared, tokenizer)
+    was_training = model.training
+    try:
+        written = replies(Runtime(model, tokenizer, capacity=batch), prompts, Limits(max_tokens))
+    finally:
+        model.train(was_training)
+    for reply, truth, declared in zip(written, truths, tools, strict=True):
+        _score(scores, reply, truth, declared)
     return scores
 
 
-def _score(
-    scores: ActionScores,
-    generation: Generation,
-    truth: tuple[Block, ...],
-    tools: list,
-    tokenizer: Tokenizer,
-) -> None:
-    written = _payloads(generation, tokenizer)
+def _score(scores: ActionScores, reply: Reply, truth: tuple[Block, ...], tools: list) -> None:
     expected = [block.payload for block in truth if block.type is BlockType.ACT]
-    acts = [payload for kind, payload in written if kind is BlockType.ACT]
-    scores.unfinished += not generation.finished
+    # an action that was cut counts as written, and as nothing more
+    acts = [
+        None if number in reply.cut else block.payload
+        for number, block in enumerate(reply.transmission.blocks)
+        if block.type is BlockType.ACT
+    ]
+    scores.unfinished += reply.reason != "eot"
     scores.expected += len(expected)
     scores.generated += len(acts)
     for i, payload in enumerate(acts):
@@ -97,29 +122,7 @@ def _score(
         scores.valid += reached >= 3
         scores.exact += i < len(expected) and payload == expected[i]
     if not expected:
-        said = [payload for kind, payload in written if kind is BlockType.OUT]
+        said = [block.payload for block in reply.transmission.blocks if block.type is BlockType.OUT]
+        right = not acts and not reply.cut and said == [b.payload for b in truth if b.type is BlockType.OUT]
         scores.answers += 1
-        scores.answers_exact += not acts and said == [b.payload for b in truth if b.type is BlockType.OUT]
-
-
-def _payloads(generation: Generation, tokenizer: Tokenizer) -> list[tuple[BlockType, str | None]]:
-    """The blocks that were written; None for a payload that is no text, not framed, or cut off by the limit."""
-    blocks: list[tuple[BlockType, list[int]]] = []
-    for id in generation.ids:
-        kind = tokenizer.structural.type_of(id)
-        if kind is None:
-            blocks[-1][1].append(id)
-        else:
-            blocks.append((kind, []))
-    payloads: list[tuple[BlockType, str | None]] = []
-    for number, (kind, ids) in enumerate(blocks, start=1):
-        payload = None
-        if generation.finished or number < len(blocks):
-            try:
-                text = tokenizer.decode(ids)
-            except ValueError:
-                text = ""
-            if len(text) >= 2 and text[0] == text[-1] == "\n":
-                payload = text[1:-1]
-        payloads.append((kind, payload))
-    return payloads
+        scores.answers_exact += right

@@ -1,18 +1,22 @@
 """What a finished run hands over: a directory that loads anywhere."""
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
+from transformers.initialization import no_init_weights
 
-from smi.model.checkpoint import save_native
+from smi.model.checkpoint import load_pretrained, publish, save_native, save_pretrained
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.tokenizer import Tokenizer
 
 NATIVE_FILE = "model.pth"
+FLA_FOLDER = "fla"
+# tokens of the text that every export is tried on
+PROBE = 32
 
 
 def export_model(
@@ -26,33 +30,74 @@ def export_model(
 ) -> Path:
     """Writes `directory` whole or not at all: model, tokenizer, chat template, structural ids, config, card.
 
+    Each format is read back before the directory gets its name: every weight must be the same bit for bit, and the
+    model built from it must give the same logits.
+
     Args:
-        formats: "hf" (the public Hugging Face layout), "native" (BlinkDL's, as ``model.pth``), or both.
+        formats: any of "hf" (the public Hugging Face layout), "native" (BlinkDL's, as ``model.pth``) and "fla"
+            (flash-linear-attention's, a directory ``fla/`` of its own, since its config.json is another).
         config_yaml: the resolved config of the run.
         figures: what the card shows of the run, by name.
+
+    Raises:
+        ValueError: a model that a format cannot hold.
+        RuntimeError: a format that does not read back; an earlier export is then left as it was.
     """
     draft = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     model.config.eos_token_id = model.config.pad_token_id = tokenizer.eos_id
     model.config.bos_token_id = None
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_id, tokenizer.structural.eot], pad_token_id=tokenizer.eos_id
     )
+    written: list[Path] = []
     if "hf" in formats:
-        model.save_pretrained(draft)
+        written.append(save_pretrained(model, draft, layout="hf"))
     else:
+        draft.mkdir(parents=True)
         model.config.save_pretrained(draft)
         model.generation_config.save_pretrained(draft)
+    if "fla" in formats:
+        written.append(save_pretrained(model, draft / FLA_FOLDER, layout="fla"))
+        tokenizer.save_pretrained(draft / FLA_FOLDER)
     if "native" in formats:
-        save_native(model, draft / NATIVE_FILE)
+        written.append(save_native(model, draft / NATIVE_FILE))
+    verify(model, written)
     tokenizer.save_pretrained(draft)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
     write_card(draft, model, tokenizer, formats, figures)
+    earlier = directory.with_name(f".{directory.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
     if directory.exists():
-        shutil.rmtree(directory)
-    os.replace(draft, directory)
+        directory.rename(earlier)
+    publish(draft, directory)
+    shutil.rmtree(earlier, ignore_errors=True)
     return directory
+
+
+@torch.no_grad()
+def verify(model: RWKV7ForCausalLM, written: Sequence[Path]) -> None:
+    """Raises RuntimeError unless each checkpoint in `written` holds the weights and computes the logits of `model`."""
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    ours = model
+    if model.device.type != "cpu":
+        # on one device equal weights give equal logits; the one that trained may have no room for a second model
+        with no_init_weights(), torch.device("meta"):
+            ours = RWKV7ForCausalLM(model.config)  # pyright: ignore[reportArgumentType]
+        ours.load_state_dict(weights, assign=True)
+    ids = torch.arange(PROBE)[None] % model.config.vocab_size
+    want = ours(ids, use_cache=False).logits
+    tolerance = 1e-5 if want.dtype == torch.float32 else 1e-2
+    for path in written:
+        again = load_pretrained(path)
+        again.wkv_backend = ours.wkv_backend
+        changed = [name for name, tensor in again.state_dict().items() if not torch.equal(tensor, weights[name])]
+        if changed:
+            raise RuntimeError(f"the export does not read back: {path} has other values in {', '.join(changed)}")
+        logits = again(ids, use_cache=False).logits
+        error = float((logits - want).abs().max())
+        if not error <= tolerance * float(want.abs().max()):
+            raise RuntimeError(f"the export does not read back: logits of {path} are off by up to {error:.3g}")
 
 
 def write_card(
@@ -66,11 +111,14 @@ def write_card(
     config = model.config
     first, *_, last = tokenizer.structural.ids
     rows = "\n".join(f"| {name} | {_short(value)} |" for name, value in figures.items())
-    native = (
-        f"\n`{NATIVE_FILE}` is the same model in the native RWKV layout, for the `rwkv` package and other runtimes.\n"
-        if "native" in formats
-        else ""
-    )
+    source = "." if "hf" in formats or "native" in formats else FLA_FOLDER
+    others = ""
+    if "native" in formats:
+        others += (
+            f"\n`{NATIVE_FILE}` is the model in the native RWKV layout, for the `rwkv` package and other runtimes.\n"
+        )
+    if "fla" in formats:
+        others += f"\n`{FLA_FOLDER}/` is the model in flash-linear-attention's layout, for its own RWKV7ForCausalLM.\n"
     text = f"""---
 library_name: smi
 tags: [rwkv7, state-model-interface]
@@ -89,9 +137,9 @@ Trained on State Model Interface streams. `config.yaml` holds the whole configur
 from smi.model.checkpoint import load_pretrained
 from smi.tokenizer import load_tokenizer
 
-model, tokenizer = load_pretrained("."), load_tokenizer(".")
+model, tokenizer = load_pretrained("{source}"), load_tokenizer(".")
 ```
-{native}
+{others}
 The ids of the structural tokens are in `smi_token_ids.json`. Insert them as ids; encode payloads with structural
 recognition off, as `smi.protocol.codec.encode` does. `chat_template.jinja` is for trusted messages alone.
 """

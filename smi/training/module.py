@@ -15,7 +15,8 @@ from smi.data.batch import PackedBatch
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.tokens import BlockType
 from smi.training.loss import LossSums, supervised_loss
-from smi.training.optim import cosine_with_warmup, parameter_groups, scale_gradients
+from smi.training.memory import keep_freed_memory
+from smi.training.optim import average_and_clip, cosine_with_warmup, parameter_groups
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Optimization:
     final_lr_ratio: share of the rate that is left at `max_steps`.
     warmup_steps, max_steps: of the schedule, in optimizer steps.
     weight_decay: on matrices only.
+    z_loss, l2wrap: additions to the loss and to its gradient; see `smi.training.loss.supervised_loss`.
     """
 
     lr: float
@@ -35,11 +37,13 @@ class Optimization:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-18
+    z_loss: float = 0.0
+    l2wrap: bool = False
 
 
 def _added(table: Tensor | None, sums: LossSums) -> Tensor:
-    """The table [3, types] that a step, or a validation run, adds up: tokens, losses, right predictions."""
-    new = torch.stack([sums.tokens, sums.by_type, sums.correct]).double()
+    """The table [4, types] that a step, or a validation run, adds up: tokens, losses, right predictions, entropies."""
+    new = torch.stack([sums.tokens, sums.by_type, sums.correct, sums.entropy]).double()
     return new if table is None else table + new
 
 
@@ -48,7 +52,7 @@ class SMIModule(L.LightningModule):
 
     The loss of an optimizer step is the sum of its token losses over the number of its supervised tokens, across
     micro-batches and ranks: each supervised token weighs the same, wherever it was packed. So every micro-batch
-    back-propagates its plain sum, and the gradients are divided once, before clipping.
+    back-propagates its plain sum, and the gradients are divided once, together with clipping.
     """
 
     def __init__(self, model: RWKV7ForCausalLM, optimization: Optimization):
@@ -58,12 +62,20 @@ class SMIModule(L.LightningModule):
         self.save_hyperparameters({"optimization": {**asdict(optimization), "betas": list(optimization.betas)}})
         self._step: Tensor | None = None
         self._validation: Tensor | None = None
+        self._tokens = 0.0
+
+    def on_fit_start(self) -> None:
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     def _loss(self, batch: PackedBatch) -> LossSums:
         hidden = self.model.rwkv7(
             input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens, use_cache=False
         ).last_hidden_state
-        return supervised_loss(hidden, self.model.head.weight, batch.labels, batch.block_types)
+        how = self.optimization
+        return supervised_loss(
+            hidden, self.model.head.weight, batch.labels, batch.block_types, z_loss=how.z_loss, l2wrap=how.l2wrap
+        )
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         sums = self._loss(batch)
@@ -71,20 +83,16 @@ class SMIModule(L.LightningModule):
         return sums.loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        tokens, loss, correct = self._totals(self._step)
+        totals = self._totals(self._step)
         self._step = None
-        count = max(tokens.sum(), 1.0)
-        mean = loss.sum() / count
+        self._tokens = max(totals[0].sum(), 1.0)
+        mean = totals[1].sum() / self._tokens
         if not math.isfinite(mean):
             raise FloatingPointError(
                 f"the loss of step {self.global_step + 1} is {mean}: lower optim.lr or check the data"
             )
-        # lightning has divided each micro-batch's loss by their number, and DDP averages over the ranks
-        factor = self.trainer.accumulate_grad_batches * self.trainer.world_size / count
-        scale_gradients(self.model.parameters(), factor)
-        self.log("train/loss", mean, prog_bar=True)
-        self.log("train/accuracy", correct.sum() / count)
-        self.log("train/supervised_tokens", tokens.sum())
+        self._log_totals("train", totals)
+        self.log("train/supervised_tokens", totals[0].sum())
         self.log("train/lr", optimizer.param_groups[0]["lr"])
 
     def configure_gradient_clipping(
@@ -93,29 +101,31 @@ class SMIModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or float("inf"))
-        self.log("train/grad_norm", norm)
+        # lightning has divided each micro-batch's loss by their number, and DDP averages over the ranks
+        share = self.trainer.accumulate_grad_batches * self.trainer.world_size / self._tokens
+        self.log("train/grad_norm", average_and_clip(self.model.parameters(), share, gradient_clip_val))
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
         self._validation = _added(self._validation, self._loss(batch))
 
     def on_validation_epoch_end(self) -> None:
-        tokens, loss, correct = self._totals(self._validation)
+        totals = self._totals(self._validation)
         self._validation = None
-        count = max(tokens.sum(), 1.0)
-        self.log("val/loss", loss.sum() / count, prog_bar=True)
-        self.log("val/accuracy", correct.sum() / count)
-        for kind in BlockType:
-            if tokens[kind]:
-                name = kind.name.lower()
-                self.log(f"val/loss_{name}", loss[kind] / tokens[kind])
-                self.log(f"val/accuracy_{name}", correct[kind] / tokens[kind])
+        self._log_totals("val", totals)
+
+    def _log_totals(self, stage: str, totals: np.ndarray) -> None:
+        """Means over the tokens: of all, and of each block type that there was."""
+        tokens = totals[0]
+        for name, sums in zip(("loss", "accuracy", "entropy"), totals[1:], strict=True):
+            self.log(f"{stage}/{name}", sums.sum() / max(tokens.sum(), 1.0), prog_bar=name == "loss")
+            for kind in BlockType:
+                if tokens[kind]:
+                    self.log(f"{stage}/{name}_{kind.name.lower()}", sums[kind] / tokens[kind])
 
     def _totals(self, table: Tensor | None) -> np.ndarray:
-        """The table summed over ranks, float64 [3, types], on the CPU."""
+        """The table summed over ranks, float64 [4, types], on the CPU."""
         if table is None:
-            return np.zeros((3, len(BlockType)))
+            return np.zeros((4, len(BlockType)))
         if self.trainer.world_size > 1:
             table = cast(Tensor, self.trainer.strategy.reduce(table, reduce_op="sum"))
         return table.cpu().numpy()

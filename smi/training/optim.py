@@ -43,8 +43,18 @@ def cosine_with_warmup(step: int, *, max_steps: int, warmup_steps: int, final_ra
     return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies all gradients by `factor`, in place."""
+def average_and_clip(parameters: Iterable[nn.Parameter], share: float, max_norm: float | None) -> torch.Tensor:
+    """Multiplies all gradients by `share`, and by less where their norm would be above `max_norm`; in place.
+
+    Both are one pass over the gradients: a second would cost as much as the optimizer. Returns their norm after
+    `share` and before clipping, [].
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients) * share
+    factor = torch.as_tensor(share, dtype=norm.dtype, device=norm.device)
+    if max_norm:
+        # as torch.nn.utils.clip_grad_norm_ has it
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    return norm

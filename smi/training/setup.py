@@ -248,6 +248,11 @@ def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     model = from_checkpoint(config, tokenizer) if config.model.pretrained else from_scratch(config, tokenizer)
     model.train()
     model.wkv_backend = config.kernel.backend
+    if config.kernel.compile:
+        try:
+            model.rwkv7.compile_blocks()
+        except RuntimeError as error:
+            raise ValueError(f"kernel.compile=true cannot run here: {error}") from error
     model.rwkv7.gradient_checkpointing = config.model.gradient_checkpointing
     return model
 
@@ -312,6 +317,8 @@ def optimization(config: Config) -> Optimization:
         weight_decay=how.weight_decay,
         betas=(how.betas[0], how.betas[1]),
         eps=how.eps,
+        z_loss=how.z_loss,
+        l2wrap=how.l2wrap,
     )
 
 

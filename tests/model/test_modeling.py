@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
+import torch._dynamo as dynamo
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from smi.model import RWKV7Config, RWKV7ForCausalLM, RWKV7State
+from smi.model import RWKV7Config, RWKV7ForCausalLM, RWKV7State, modeling
 
 
 def tiny(seed=0, **changes) -> RWKV7ForCausalLM:
@@ -132,6 +133,36 @@ class TestGenerate:
         rest = model.generate(ids[:, 7:], state=state, max_new_tokens=6, do_sample=False, eos_token_id=None)
         assert torch.equal(whole[:, 12:], rest[:, 5:])
 
+    def test_a_padded_batch_is_a_manual_loop_over_each_row(self):
+        """The prompt is read once, then a token a step; the end of one row does not move the other."""
+        model = tiny()
+        rows = [ids_of(1, 4, seed=2), ids_of(1, 9, seed=3)]
+        batch = torch.cat([F.pad(rows[0], (5, 0)), rows[1]])
+        mask = torch.cat([F.pad(torch.ones_like(rows[0]), (5, 0)), torch.ones_like(rows[1])])
+        want = []
+        for row in rows:
+            step, state, tokens = row, None, []
+            for _ in range(8):
+                result = model(step, state=state, use_cache=True)
+                step, state = result.logits[:, -1:].argmax(-1), result.state
+                tokens.append(int(step))
+            want.append(tokens)
+        read = []
+        handle = model.rwkv7.emb.register_forward_hook(lambda m, args, out: read.append(tuple(args[0].shape)))
+        out = model.generate(batch, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        handle.remove()
+        assert out[:, 9:].tolist() == want
+        assert read == [(2, 9)] + [(2, 1)] * 7
+
+        end = want[0][3]
+        out = model.generate(
+            batch, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=end, pad_token_id=0
+        )[:, 9:].tolist()
+        for got, tokens in zip(out, want, strict=True):
+            stop = tokens.index(end) + 1 if end in tokens else 8
+            assert got[:stop] == tokens[:stop]
+            assert set(got[stop:]) <= {0}
+
     def test_left_padded_prompts(self):
         model = tiny()
         rows = [ids_of(1, 4, seed=2), ids_of(1, 9, seed=3)]
@@ -155,27 +186,151 @@ class TestGenerate:
             tiny().generate(ids_of(1, 4), max_new_tokens=2, **how)
 
 
+def random_state(model, sequences) -> RWKV7State:
+    state = RWKV7State.fresh(model.config, sequences, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(7)
+    return RWKV7State(*(torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in states_of(state)))
+
+
 @pytest.mark.parametrize("layers", [1, 3])
-def test_activation_checkpointing_changes_no_gradient(layers):
-    model, ids = tiny(num_hidden_layers=layers).train(), ids_of(1, 40)
-    cut = torch.tensor([0, 12, 40], dtype=torch.int32)
-    gradients = []
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
+def test_activation_checkpointing_changes_no_gradient(layers, packed, carried):
+    """Those of the state that came in included, when that of the end counts too."""
+    model, ids = tiny(num_hidden_layers=layers).train(), ids_of(1 if packed else 2, 40)
+    cut = torch.tensor([0, 12, 40], dtype=torch.int32) if packed else None
+    gradients, kept = [], []
     for checkpointing in (False, True):
         model.rwkv7.gradient_checkpointing = checkpointing
         model.zero_grad()
-        model(ids, labels=ids, cu_seqlens=cut).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        state = random_state(model, 2) if carried else None
+        leaves = [x.requires_grad_() for x in states_of(state)] if state else []
+        saved = 0
+
+        def count(x):
+            nonlocal saved
+            saved += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            out = model(ids, labels=ids, cu_seqlens=cut, state=state, use_cache=True)
+        (out.loss + sum(x.square().sum() for x in states_of(out.state))).backward()
+        gradients.append([x.grad.clone() for x in (*model.parameters(), *leaves)])
+        kept.append(saved)
     for x, y in zip(*gradients, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    assert kept[1] < kept[0] / 2
 
 
-def test_bfloat16_autocast_keeps_decay_and_state_in_float32():
-    model, ids = tiny().float(), ids_of(1, 40)
+def test_pieces_back_propagate_as_the_whole_until_the_state_is_detached():
+    model, ids = tiny().train(), ids_of(2, 24)
+
+    def parts(state_between):
+        """Logits of the second half, and the embeddings of the first, which they may depend on."""
+        early = model.rwkv7.emb(ids[:, :10]).detach().requires_grad_()
+        state = model(inputs_embeds=early, use_cache=True).state
+        return early, model(ids[:, 10:], state=state_between(state)).logits
+
+    whole = model(ids).logits[:, 10:]
+    weight = torch.randn_like(whole)
+    early, logits = parts(lambda state: state)
+    torch.testing.assert_close(logits, whole)
+    model.zero_grad()
+    (logits * weight).sum().backward()
+    assert float(early.grad.abs().min(dim=-1).values.max()) > 0
+    through = [p.grad.clone() for p in model.rwkv7.blocks.parameters()]
+    whole_gradients = torch.autograd.grad((whole * weight).sum(), list(model.rwkv7.blocks.parameters()))
+    torch.testing.assert_close(through, list(whole_gradients))
+
+    early, logits = parts(RWKV7State.detach)
+    torch.testing.assert_close(logits, whole)
+    (logits * weight).sum().backward()
+    assert early.grad is None
+
+
+def test_nothing_that_comes_in_is_written_to():
+    model, ids = tiny().train(), ids_of(1, 20)
+    cut = torch.tensor([0, 1, 9, 20], dtype=torch.int32)
+    embeds = model.rwkv7.emb(ids).detach()
+    state = random_state(model, 3)
+    inputs = (ids, cut, embeds, *states_of(state))
+    before = [x.clone() for x in inputs]
+    for given in ({"input_ids": ids, "labels": ids}, {"inputs_embeds": embeds, "labels": ids}):
+        out = model(**given, cu_seqlens=cut, state=state, use_cache=True)
+        out.loss.backward()
+        for x, y in zip(states_of(out.state), states_of(state), strict=True):
+            assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+
+
+def test_bfloat16_autocast_keeps_decay_and_state_in_float32(monkeypatch):
+    """bfloat16 has 8 bits; in units of the largest logit, gradients in those of their norm."""
+    model, ids = tiny().float().train(), ids_of(1, 200)
+    want = model(ids, labels=ids, use_cache=True)
+    want.loss.backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    seen, kernel = [], modeling._wkv7
+    monkeypatch.setattr(modeling, "_wkv7", lambda *xs, **kw: seen.append([x.dtype for x in xs]) or kernel(*xs, **kw))
     with torch.autocast("cpu", torch.bfloat16):
-        out = model(ids, use_cache=True)
-    assert out.state.wkv.dtype == torch.float32
-    want = model(ids).logits
-    assert (out.logits.float() - want).abs().max() / want.abs().max() < 0.05
+        out = model(ids, labels=ids, use_cache=True)
+    out.loss.backward()
+    low, full = torch.bfloat16, torch.float32
+    assert seen == [[low, full, low, low, low, low]] * 2
+    assert out.state.wkv.dtype == full
+    assert (out.logits.float() - want.logits).abs().max() < 0.03 * want.logits.abs().max()
+    assert (out.state.wkv - want.state.wkv).norm() < 0.02 * want.state.wkv.norm()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == full
+        assert (parameter.grad - exact[name]).norm() < 0.1 * exact[name].norm(), name
+
+
+class TestCompile:
+    def test_the_kernel_is_the_only_graph_break(self):
+        """And nothing changes; layers of one kind and rows of any length share their graphs."""
+        model = tiny(num_hidden_layers=3).train()
+        bounds = ([0, 5, 16], [0, 3, 9, 21], [0, 11, 19, 26])
+        cases = [(ids_of(1, cut[-1]), torch.tensor(cut, dtype=torch.int32)) for cut in bounds]
+
+        def run(ids, cu_seqlens):
+            model.zero_grad()
+            out = model(ids, labels=ids, cu_seqlens=cu_seqlens, use_cache=True)
+            out.loss.backward()
+            return [out.logits.detach(), *states_of(out.state.detach()), *(p.grad.clone() for p in model.parameters())]
+
+        want = [run(*case) for case in cases]
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+        model.rwkv7.compile_blocks("eager")
+        graphs = []
+        for case, expected in zip(cases, want, strict=True):
+            torch.testing.assert_close(run(*case), expected)
+            graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+        breaks = dynamo.utils.counters["graph_break"]
+        dynamo.reset()
+        assert breaks
+        # the third length needs nothing new, and the third layer needed nothing that the second had not
+        assert graphs[1] == graphs[2] <= 2 * graphs[0]
+        assert graphs[0] < 3 * 3
+        assert all("torch.compiler.disable" in reason and "wkv7" in reason for reason in breaks), breaks
+
+    def test_the_channel_mix_is_one_graph(self):
+        ffn, x = tiny().rwkv7.blocks[1].ffn, torch.randn(1, 12, 64, dtype=torch.float64)
+        segments = modeling.Segments.of(torch.tensor([0, 5, 12], dtype=torch.int32), 12, x.device)
+        dynamo.reset()
+        compiled = torch.compile(ffn, fullgraph=True, backend="eager")
+        for given in (None, segments):
+            torch.testing.assert_close(compiled(x, None, given), ffn(x, None, given))
+        dynamo.reset()
+
+    def test_without_a_compiler_it_says_so(self, monkeypatch):
+        def broken(graph, inputs):
+            raise RuntimeError("no working C++ compiler found")
+
+        dynamo.reset()
+        with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler for the CPU.*no working C\+\+ compiler"):
+            tiny().rwkv7.compile_blocks(broken)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +407,7 @@ class TestInitialisation:
         torch.manual_seed(0)
         return RWKV7ForCausalLM(RWKV7Config(vocab_size=300, hidden_size=128, num_hidden_layers=4, gate_low_rank_dim=32))
 
-    @pytest.mark.parametrize("layer", [0, 3])
+    @pytest.mark.parametrize("layer", [0, 1, 3])
     def test_mixing_vectors(self, model, layer):
         block, rest = model.rwkv7.blocks[layer], 1 - layer / 4
         for name, power in {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}.items():
@@ -261,7 +416,7 @@ class TestInitialisation:
         want = torch.tensor([1 - (i / 128) ** (rest**4) for i in range(128)])
         torch.testing.assert_close(block.ffn.x_k.flatten(), want)
 
-    @pytest.mark.parametrize("layer", [0, 3])
+    @pytest.mark.parametrize("layer", [0, 1, 3])
     def test_biases(self, model, layer):
         att = model.rwkv7.blocks[layer].att
         for i in (0, 1, 63, 64, 100, 127):
@@ -310,6 +465,35 @@ class TestInitialisation:
         assert gain(model.head.weight) == pytest.approx(0.5 * math.sqrt(300 / 128), rel=1e-4)
         for factor in (att.w2, att.a2, att.v2, att.g2):
             assert gain(factor) == pytest.approx(0.1, rel=1e-4)
+
+    def test_a_single_layer_is_the_first_and_not_divided_by_zero(self):
+        torch.manual_seed(0)
+        model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=128, num_hidden_layers=1))
+        block = model.rwkv7.blocks[0]
+        for i in (0, 63, 64, 100):
+            place = (i % 64) / 63 * 2 - 1
+            decay = -6 + 6 * (i / 127) + 0.5 + 2.5 * math.copysign(place**2, place)
+            assert float(block.att.w0[0, 0, i]) == pytest.approx(decay, abs=1e-5)
+            assert float(block.att.x_r[0, 0, i]) == pytest.approx(1 - (i / 128) ** 0.2, abs=1e-6)
+            assert float(block.ffn.x_k[0, 0, i]) == pytest.approx(1 - i / 128, abs=1e-6)
+        assert torch.all(block.att.ln_x.weight == 1)
+        # a head that is narrower than the model has no wider gain
+        gram = model.head.weight @ model.head.weight.T
+        torch.testing.assert_close(gram, 0.25 * torch.eye(100), rtol=1e-4, atol=1e-4)
+
+    def test_every_parameter_has_a_formula(self, model):
+        """What the tests of this class look at is all there is."""
+        att = {f"x_{n}" for n in "rwkvag"} | {"w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias"}
+        att |= {f"{n}{i}" for n in "wavg" for i in (1, 2)}
+        att |= {f"{n}.weight" for n in ("receptance", "key", "value", "output")}
+        names = {name for name, _ in model.rwkv7.blocks[1].named_parameters()}
+        norms = {f"{n}.{kind}" for n in ("ln1", "ln2") for kind in ("weight", "bias")}
+        assert names == {f"att.{n}" for n in att} | {"ffn.x_k", "ffn.key.weight", "ffn.value.weight"} | norms
+        first = {name for name, _ in model.rwkv7.blocks[0].named_parameters()}
+        assert first == names - {"att.v0", "att.v1", "att.v2"} | {"ln0.weight", "ln0.bias"}
+        for norm in (model.rwkv7.blocks[0].ln0, model.rwkv7.ln_out):
+            assert torch.all(norm.weight == 1)
+            assert torch.count_nonzero(norm.bias) == 0
 
     def test_embedding(self, model):
         weight = model.rwkv7.emb.weight

@@ -1,5 +1,6 @@
 """SMIModule under the real Trainer, on real synthetic data."""
 
+import math
 from itertools import islice
 
 import lightning as L
@@ -103,8 +104,11 @@ def test_logged_figures(examples):
     for name in ("train/loss", "train/accuracy", "train/grad_norm", "train/lr", "val/loss", "val/accuracy"):
         assert torch.isfinite(metrics[name]), name
     assert float(metrics["train/supervised_tokens"]) == pack(examples[:6]).supervised_tokens
-    assert "val/loss_act" in metrics
-    assert "val/loss_usr" not in metrics
+    for stage in ("train", "val"):
+        for figure in ("loss", "accuracy", "entropy"):
+            assert f"{stage}/{figure}_act" in metrics
+            assert f"{stage}/{figure}_usr" not in metrics
+    assert 0 < float(metrics["train/entropy"]) <= math.log(1024)
 
 
 def test_validation_loss_is_the_mean_over_all_tokens(examples):
@@ -114,6 +118,20 @@ def test_validation_loss_is_the_mean_over_all_tokens(examples):
         sums = [subject._loss(batch) for batch in batches]
     want = sum(float(s.loss) for s in sums) / sum(int(s.tokens.sum()) for s in sums)
     assert metrics["val/loss"] == pytest.approx(want, rel=1e-6)
+
+
+def test_z_loss_and_l2wrap_reach_the_gradients(examples):
+    """And leave the reported loss alone."""
+    seen, losses = [], []
+    for how in ({}, {"z_loss": 1e-2}, {"l2wrap": True}):
+        gradients = Gradients()
+        fit = trainer(gradient_clip_val=None, callbacks=[gradients])
+        fit.fit(module(**how), FixedBatches([pack(examples[:4])]))
+        seen.append(torch.cat([g.flatten() for g in gradients.seen]))
+        losses.append(float(fit.callback_metrics["train/loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12) == pytest.approx(losses[2], rel=1e-12)
+    assert not torch.allclose(seen[0], seen[1], rtol=1e-6)
+    assert not torch.allclose(seen[0], seen[2], rtol=1e-6)
 
 
 def test_gradients_are_clipped_after_scaling(examples):

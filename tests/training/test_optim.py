@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from smi.model import RWKV7Config, RWKV7ForCausalLM
-from smi.training.optim import cosine_with_warmup, parameter_groups, scale_gradients
+from smi.training.module import Optimization, SMIModule
+from smi.training.optim import average_and_clip, cosine_with_warmup, parameter_groups
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,29 @@ def test_schedule():
     assert falling == sorted(falling, reverse=True)
 
 
-def test_scaling_gradients_leaves_absent_ones_alone():
-    with_gradient, without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    with_gradient.grad = torch.full((3,), 2.0)
-    scale_gradients([with_gradient, without], 0.25)
-    assert with_gradient.grad.tolist() == [0.5] * 3
-    assert without.grad is None
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.5, 100.0])
+@pytest.mark.parametrize("share", [1.0, 0.01])
+def test_averaging_and_clipping_at_once_is_one_after_the_other(share, max_norm):
+    torch.manual_seed(0)
+    ours, theirs = (
+        [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 5)), nn.Parameter(torch.ones(1))] for _ in "ab"
+    )
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad * share
+    norm = average_and_clip(ours, share, max_norm)
+    want = torch.nn.utils.clip_grad_norm_(theirs, max_norm or math.inf)
+    torch.testing.assert_close(norm, want)
+    torch.testing.assert_close([p.grad for p in ours[:2]], [p.grad for p in theirs[:2]])
+    assert ours[2].grad is None
+
+
+def test_the_optimizer_is_the_official_one():
+    model = RWKV7ForCausalLM(RWKV7Config(vocab_size=70, hidden_size=64, num_hidden_layers=1))
+    module = SMIModule(model, Optimization(lr=1e-3, max_steps=10))
+    optimizer = module.configure_optimizers()["optimizer"]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        assert group["betas"] == (0.9, 0.99)
+        assert group["eps"] == 1e-18
+        assert group["fused"]

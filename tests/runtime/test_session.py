@@ -1,0 +1,375 @@
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from smi.model import RWKV7Config, RWKV7ForCausalLM
+from smi.protocol.codec import decode, encode
+from smi.protocol.incremental import PayloadText
+from smi.protocol.stream import Block, ProtocolError, Stream, Transmission
+from smi.protocol.tokens import BlockType
+from smi.runtime.grammar import Limits, Writer
+from smi.runtime.pool import PoolFull, model_fingerprint
+from smi.runtime.sampling import Sampling
+from smi.runtime.session import PREFILL_TOKENS, Runtime, SessionError
+from smi.runtime.turn import TurnEnded
+from smi.tokenizer import load_tokenizer
+
+SHORT = Limits(12)
+
+
+def usr(text):
+    return Block(BlockType.USR, text)
+
+
+def scrambled(config, seed=0):
+    torch.manual_seed(seed)
+    model = RWKV7ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("compact", slots=32)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    config = RWKV7Config(hidden_size=64, num_hidden_layers=2, head_dim=32, vocab_size=tokenizer.vocab_size + 30)
+    # in float64 a batch gives the bits that matter to a choice whatever its size
+    return scrambled(config).double()
+
+
+@pytest.fixture
+def runtime(model, tokenizer):
+    return Runtime(model, tokenizer, capacity=4)
+
+
+def alone(model, tokenizer, *steps):
+    """What a session says when nobody else is there: `steps` are texts to send, each answered."""
+    with Runtime(model, tokenizer, 1).open() as session:
+        for step in steps:
+            session.send([usr(step)])
+            session.reply(SHORT)
+        return session.stream, session._ids, session._runtime.state_of(session)
+
+
+def test_a_turn_equals_a_loop_that_rereads_everything(runtime, model, tokenizer):
+    session = runtime.open()
+    for blocks in ([Block(BlockType.SYS, "Be brief."), usr("hello")], [usr("and now?")]):
+        session.send(blocks)
+        session.begin(SHORT)
+        before = list(session._ids)
+        while session._turn is not None:
+            runtime.step([session])
+        _check_greedy(model, runtime.grammar, before, session._ids[len(before) :])
+    # generated ids are kept as they are; they read as what was said, but need not be what an encoder would write
+    assert decode(session._ids, tokenizer) == session.stream
+
+
+def _check_greedy(model, grammar, before, written):
+    """The ids are the likeliest that grammar and budgets allow, given everything before them."""
+    writer = Writer(grammar, SHORT)
+    eot = grammar.tokenizer.structural.eot
+    for number, id in enumerate(written[: written.index(eot) + 1]):
+        scores = model(torch.tensor([before + written[:number]])).logits[0, -1]
+        best = int(scores.masked_fill(~writer.allowed(), float("-inf")).argmax())
+        if best != eot and not writer.fits(best):
+            writer.refuse(best)
+            best = int(scores.masked_fill(~writer.affordable(), float("-inf")).argmax())
+        assert best == id
+        if id != eot:
+            writer.take(id)
+
+
+def test_sessions_in_any_mixture_are_what_each_is_alone(model, tokenizer):
+    """Nine sessions over four slots, some forked, cancelled, saved and restored."""
+    rng = random.Random(0)
+    runtime = Runtime(model, tokenizer, capacity=4)
+    plans = [[f"secret {n} is {rng.random()}", "say it again", "and once more"][: 1 + n % 3] for n in range(9)]
+    waiting, live, done = list(range(9)), {}, {}
+    while waiting or live:
+        if waiting and runtime.pool.free_slots and (not live or rng.random() < 0.5):
+            n = waiting.pop(0)
+            live[n] = [runtime.open(), list(plans[n])]
+        for n in rng.sample(sorted(live), len(live)):
+            session, left = live[n]
+            if session._turn is None and left:
+                session.send([usr(left.pop(0))])
+                session.begin(SHORT)
+                if rng.random() < 0.3:
+                    for _ in range(rng.randrange(4)):
+                        if session._turn is not None:
+                            runtime.step([session])
+                    if session._turn is not None:
+                        session.cancel()
+                        session.begin(SHORT)
+            elif session._turn is None:
+                done[n] = (session.stream, session._ids, runtime.state_of(session))
+                slot = session._slot
+                session.close()
+                assert runtime.pool.is_clear(slot)
+                del live[n]
+            elif rng.random() < 0.1 and runtime.pool.free_slots:
+                # a fork in the middle of nothing: it is closed again and must leave no trace
+                session.cancel()
+                with session.fork() as fork:
+                    fork.send([usr("something else")])
+                    fork.reply(SHORT)
+                session.begin(SHORT)
+        moving = [entry[0] for entry in live.values() if entry[0]._turn is not None]
+        if moving:
+            runtime.step(rng.sample(moving, rng.randint(1, len(moving))))
+    for n, (stream, ids, state) in done.items():
+        alone_stream, alone_ids, alone_state = alone(model, tokenizer, *plans[n])
+        assert stream == alone_stream
+        assert ids == alone_ids
+        assert (state.wkv - alone_state.wkv).abs().max() < 1e-9
+        assert (state.att_shift - alone_state.att_shift).abs().max() < 1e-9
+    assert runtime.pool.free_slots == 4
+
+
+def test_a_planted_secret_is_in_no_other_state(runtime):
+    with runtime.open() as one:
+        one.send([usr("the secret is 90210")])
+        one.reply(SHORT)
+        slot = one._slot
+    two = runtime.open()
+    assert two._slot == slot
+    assert runtime.pool.is_clear(slot)
+    with runtime.open() as three:
+        three.send([usr("hello")])
+        three.prefill()
+        assert runtime.pool.is_clear(slot)
+
+
+def test_a_full_pool_refuses_or_waits(runtime):
+    sessions = [runtime.open() for _ in range(4)]
+    with pytest.raises(PoolFull, match="all 4 session slots"):
+        runtime.open()
+    with pytest.raises(PoolFull):
+        sessions[0].fork(wait=0.05)
+    threading.Timer(0.1, sessions[2].close).start()
+    late = runtime.open(wait=30)
+    assert not late.closed
+    sessions[2].close()
+    assert runtime.pool.free_slots == 0
+
+
+def test_a_slot_is_its_owners_alone(runtime):
+    one, two = runtime.open(), runtime.open()
+    with pytest.raises(RuntimeError, match="does not belong"):
+        runtime.pool.read([one._slot], [two])
+    with pytest.raises(RuntimeError, match="does not belong"):
+        runtime.pool.write([two._slot], [one], runtime.state_of(one))
+    with pytest.raises(RuntimeError, match="twice"):
+        runtime.pool.read([0, 0], [one, one])
+
+
+def test_a_prefix_is_read_once_and_forked(runtime, model, tokenizer, monkeypatch):
+    prefix = [Block(BlockType.SYS, "Be brief."), Block(BlockType.CAPS, '{"tools":[]}')]
+    with Runtime(model, tokenizer, 1).open() as whole:
+        whole.send([*prefix, usr("hello")])
+        expected = whole.reply(SHORT)
+    base = runtime.open()
+    base.send(prefix)
+    base.prefill()
+    read = []
+    monkeypatch.setattr(
+        type(runtime),
+        "_read_group",
+        lambda self, group, old=Runtime._read_group: (read.append(group), old(self, group)),
+    )
+    for _ in range(2):
+        with base.fork() as session:
+            session.send([usr("hello")])
+            assert session.reply(SHORT) == expected
+    assert all(take < 30 for group in read for _, take in group)
+    assert base._open == prefix
+
+
+def test_a_cancelled_turn_never_was(runtime, model, tokenizer):
+    session = runtime.open()
+    session.send([usr("hello")])
+    events = session.generate(Limits(12), Sampling(temperature=1.5, seed=7))
+    for _ in itertools.islice(events, 3):
+        pass
+    events.close()
+    assert (session.reply(SHORT), session.stream) == _fresh(model, tokenizer)
+
+
+def _fresh(model, tokenizer):
+    with Runtime(model, tokenizer, 1).open() as session:
+        session.send([usr("hello")])
+        return session.reply(SHORT), session.stream
+
+
+@pytest.mark.parametrize("when", ["empty", "sent", "read", "cancelled", "answered"])
+def test_a_saved_session_goes_on_as_if_never_stopped(runtime, tmp_path, when):
+    session = runtime.open()
+    if when != "empty":
+        session.send([Block(BlockType.CTRL, '{"reasoning":{"mode":"disabled"}}'), usr("hello")])
+    if when == "read":
+        session.prefill()
+    if when == "cancelled":
+        events = session.generate(SHORT)
+        next(events)
+        events.close()
+    if when == "answered":
+        session.reply(SHORT)
+    session.save(tmp_path / "s.safetensors")
+    restored = runtime.restore(tmp_path / "s.safetensors")
+    assert restored.stream == session.stream
+    for one in (session, restored):
+        if when in ("empty", "answered"):
+            one.send([usr("go on")])
+    assert session.reply(SHORT) == restored.reply(SHORT)
+    assert session._ids == restored._ids
+    assert torch.equal(runtime.state_of(session).wkv, runtime.state_of(restored).wkv)
+    assert restored.controls == session.controls
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "model", "tokenizer", "layout", "dtype", "shape", "nan", "text", "missing"]
+)
+def test_damaged_and_foreign_files_are_refused_and_leave_nothing(runtime, tmp_path, damage):
+    path = tmp_path / "s.safetensors"
+    session = runtime.open()
+    session.send([usr("hello")])
+    session.reply(SHORT)
+    session.save(path)
+    session.close()
+    with safe_open(path, "pt") as file:
+        about, tensors = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "text":
+        path.write_text("hello")
+    elif damage == "missing":
+        path.unlink()
+    else:
+        if damage in ("model", "tokenizer", "layout"):
+            about[damage] = "other"
+        elif damage == "dtype":
+            tensors["wkv"] = tensors["wkv"].float()
+        elif damage == "shape":
+            tensors["att_shift"] = tensors["att_shift"][..., :-1].clone()
+        elif damage == "nan":
+            tensors["wkv"][0, 0, 0, 0, 0] = float("nan")
+        save_file(tensors, path, metadata=about)
+    with pytest.raises((ValueError, OSError)) as error:
+        runtime.restore(path)
+    assert "s.safetensors" in str(error.value)
+    assert runtime.pool.free_slots == 4
+    assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_controls_tighten_the_limits(runtime):
+    session = runtime.open()
+    session.send([Block(BlockType.CTRL, '{"reasoning":{"mode":"disabled"}}'), usr("hello")])
+    assert session._tightened(Limits(9, 5)) == Limits(9, 0)
+    reply = session.reply(Limits(30), Sampling(temperature=5.0))
+    assert BlockType.THINK not in {block.type for block in reply.transmission.blocks}
+    session.send([Block(BlockType.CTRL, '{"reasoning":{"max_tokens":4}}'), usr("hello")])
+    assert session._tightened(Limits(9)) == Limits(9, 4)
+    assert session._tightened(Limits(9, 3)) == Limits(9, 3)
+
+
+def test_payloads_that_spell_tokens_stay_payload(runtime, tokenizer):
+    session = runtime.open()
+    text = "<|eot|><|act|>\n{}\n<|eot|>"
+    session.send([usr(text), Block(BlockType.OBS, text)])
+    session.begin(SHORT)
+    (transmission,) = decode(session._ids, tokenizer).transmissions
+    assert [b.payload for b in transmission.blocks] == [text, text]
+
+
+def test_replayed_history_is_what_was_said(runtime, model, tokenizer):
+    stream = Stream((Transmission((usr("hello"),)), Transmission((Block(BlockType.OUT, "good day"),))))
+    session = runtime.open()
+    session.replay(stream)
+    session.prefill()
+    ids = encode(stream, tokenizer, complete=False).input_ids.tolist()
+    whole = model(torch.tensor([ids]), use_cache=True).state
+    assert session.stream == stream
+    assert (runtime.state_of(session).wkv - whole.wkv).abs().max() < 1e-9
+    session.send([usr("go on")])
+    with pytest.raises(SessionError, match="open"):
+        session.replay(stream)
+
+
+def test_events_stream_what_the_reply_holds(runtime):
+    session = runtime.open()
+    session.send([usr("hello")])
+    *events, last = session.generate(Limits(30), Sampling(temperature=2.0, seed=4))
+    assert isinstance(last, TurnEnded)
+    spoken = "".join(event.text for event in events if isinstance(event, PayloadText))
+    assert spoken == "".join(block.text for block in last.reply.transmission.blocks)
+
+
+def test_misuse_is_refused(runtime, tokenizer, model):
+    session = runtime.open()
+    with pytest.raises(SessionError, match="nothing to answer"):
+        session.begin()
+    with pytest.raises(ProtocolError, match="generate it"):
+        session.send([Block(BlockType.OUT, "I am the model")])
+    with pytest.raises(ProtocolError):
+        session.send([usr("a"), Block(BlockType.SYS, "too late")])
+    with pytest.raises(ProtocolError):
+        session.send([Block(BlockType.CTRL, '{"reasoning":{"mode":"often"}}')])
+    assert session._open == []
+    session.send([usr("hello")])
+    session.begin(SHORT)
+    for act in (session.prefill, session.begin, session.fork, lambda: session.send([usr("x")])):
+        with pytest.raises(SessionError, match="has the floor"):
+            act()
+    session.close()
+    session.close()
+    with pytest.raises(SessionError, match="closed"):
+        session.send([usr("x")])
+    with pytest.raises(SessionError):
+        runtime.step([session])
+    with pytest.raises(ValueError, match="do not belong together"):
+        Runtime(scrambled(RWKV7Config(hidden_size=64, num_hidden_layers=1, head_dim=32, vocab_size=100)), tokenizer)
+    with pytest.raises(ValueError, match="capacity"):
+        Runtime(model, tokenizer, capacity=0)
+
+
+def test_a_failing_model_closes_the_sessions_it_was_moving(runtime, monkeypatch):
+    moving, resting = runtime.open(), runtime.open()
+    moving.send([usr("hello")])
+    moving.begin(SHORT)
+    monkeypatch.setattr(
+        runtime.model.rwkv7, "forward", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runtime.step([moving])
+    assert moving.closed
+    assert not resting.closed
+    assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_prompts_longer_than_one_reading(runtime, model, tokenizer):
+    text = "word " * PREFILL_TOKENS
+    one, two = runtime.open(), runtime.open()
+    for session in (one, two):
+        session.send([usr(text)])
+    runtime.read([one, two])
+    state, whole = runtime.state_of(two), model(torch.tensor([one._ids]), use_cache=True).state
+    assert (state.wkv - whole.wkv).abs().max() < 1e-9
+
+
+def test_fingerprints_tell_models_apart(model):
+    config = RWKV7Config(hidden_size=64, num_hidden_layers=1, head_dim=32, vocab_size=900)
+    one, two = scrambled(config), scrambled(config)
+    assert model_fingerprint(one) == model_fingerprint(two)
+    with torch.no_grad():
+        two.rwkv7.blocks[0].att.k_k[0, 0, 3] += 1
+    assert model_fingerprint(one) != model_fingerprint(two)
