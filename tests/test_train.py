@@ -291,6 +291,7 @@ def test_the_pilot_from_local_files(tmp_path):
         *WORLD,
         "trainer.accumulate=2",
         "model.pretrained=base.pth",
+        "model.revision=null",
         f"data.mirror={DATA / 'hub'}",
         "data.mixture=null",
         "paths.run_dir=run",
