@@ -56,13 +56,17 @@ class TokenizerConfig:
 class SourceConfig:
     """Rows of one kind: files, and the adapter that reads them; see `smi.data.sources.SourceSpec`.
 
-    `quota` is in supervised tokens an epoch. With a `dataset`, files are those of its `revision`. `columns` are the
-    adapter's names of columns and the files' names for them, `filters` conditions such as `score >= 0.8`.
+    `quota` is in supervised tokens an epoch of training; with `prepare.tokens` it is a share, as `weight` is, which
+    stands for it there. An epoch goes through the prepared rows of a source `epochs` times. With a `dataset`, files
+    are those of its `revision`. `columns` are the adapter's names of columns and the files' names for them, `filters`
+    conditions such as `score >= 0.8`.
     """
 
     files: list[str] = MISSING
     adapter: str = MISSING
     quota: int | None = None
+    weight: float | None = None
+    epochs: int = 1
     dataset: str | None = None
     revision: str | None = None
     licence: str | None = None
@@ -70,12 +74,18 @@ class SourceConfig:
     filters: list[str] = field(default_factory=list)
 
 
+def source_options(source: SourceConfig) -> dict[str, Any]:
+    """The arguments of `smi.data.sources.SourceSpec`, but its name."""
+    return {key: value for key, value in vars(source).items() if key != "epochs"}
+
+
 @dataclass
 class DataConfig:
     """What to train on: `kind` says which of the fields below it are read.
 
     synthetic: `max_questions` a conversation, and `held_out_tasks` conversations to play after training; files:
-    `train_files`, `val_files` and their `adapter`; mixture: `source`, each with files below `mirror`.
+    `train_files`, `val_files` and their `adapter`; mixture: what was prepared in the directory `mixture` (or is in
+    that file, compiled by others), or, where that is null, `source`, each with files below `mirror`, as they are.
     """
 
     kind: str = MISSING
@@ -84,6 +94,7 @@ class DataConfig:
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
     adapter: str = "messages"
+    mixture: str | None = None
     mirror: str | None = None
     source: dict[str, SourceConfig] = field(default_factory=dict)
     max_length: int = 2048
@@ -91,6 +102,37 @@ class DataConfig:
     window: int = 512
     val_fraction: float = 0.0
     val_batches: int = 16
+
+
+@dataclass
+class PrepareConfig:
+    """How `python -m smi.prepare` makes the mixture in `data.mixture` from `data.source`.
+
+    `workers`: processes that compile, null for one a core and at most 8, 0 for none but the command's own, in which a
+    row that hangs hangs the run; `row_timeout`: seconds that a worker may spend at one row. `tokens`: supervised
+    tokens an epoch, shared out by quotas or weights. `seed`: of the order in which files are read. `on_shortfall`:
+    error or accept, where a source runs dry before its quota. `only`: these sources; `part`: i/n, the i-th (from 0)
+    of n jobs that share every source; `merge`: directories of such jobs, to be made one mixture. `download`: bring the
+    files of hub sources to `data.mirror`, and no more. `dedupe`: exact, normalised (but for white space and ids), or
+    near, from a likeness of `near_threshold` on, and at most a share of `near_limit`. `held_out_files`: what is to be
+    measured with; a row that shares a long run of words with it is left out.
+    """
+
+    workers: int | None = None
+    row_timeout: float = 30.0
+    tokens: int | None = None
+    seed: int = 0
+    on_shortfall: str = "error"
+    row_group_rows: int = 1024
+    shard_rows: int = 16384
+    only: list[str] = field(default_factory=list)
+    part: str = "0/1"
+    merge: list[str] = field(default_factory=list)
+    download: bool = False
+    dedupe: str = "exact"
+    near_threshold: float = 0.8
+    near_limit: float = 0.5
+    held_out_files: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -166,6 +208,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -176,6 +219,8 @@ class Config:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.kind": ("synthetic", "files", "mixture"),
+    "prepare.on_shortfall": ("error", "accept"),
+    "prepare.dedupe": ("exact", "normalised", "near"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
     "trainer.export": ("hf", "native", "fla"),
     "hardware.accelerator": ("cpu", "gpu"),
@@ -196,6 +241,12 @@ LEAST: dict[str, float] = {
     "data.max_questions": 1,
     "data.held_out_tasks": 0,
     "data.val_batches": 1,
+    "prepare.workers": 0,
+    "prepare.row_timeout": 0.1,
+    "prepare.tokens": 1,
+    "prepare.seed": 0,
+    "prepare.row_group_rows": 1,
+    "prepare.shard_rows": 1,
     "hardware.threads": 1,
     "optim.lr": 0,
     "optim.final_lr_ratio": 0,

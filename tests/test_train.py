@@ -291,7 +291,9 @@ def test_the_pilot_from_local_files(tmp_path):
         *WORLD,
         "trainer.accumulate=2",
         "model.pretrained=base.pth",
+        "model.revision=null",
         f"data.mirror={DATA / 'hub'}",
+        "data.mixture=null",
         "paths.run_dir=run",
         cwd=tmp_path,
     )
@@ -323,7 +325,8 @@ class TestBadInput:
         [
             (["data.train_files=[nope.jsonl]"], "nope.jsonl"),
             ([], "data.train_files is empty"),
-            (["data=pilot"], "data.mirror is not set"),
+            (["data=pilot"], "mixtures/smi is no mixture"),
+            (["data=pilot", "data.mixture=null"], "data.mirror is not set"),
             (["data.train_files=[good.jsonl]", "data.val_fraction=0", "logger=wandb"], "smi[wandb]"),
             (["data.train_files=[bad.jsonl]"], "no training row was accepted"),
             (["data.train_files=[good.jsonl]", "tokenizer.source=no_eos"], "end-of-sequence token"),

@@ -15,7 +15,7 @@ from rich.table import Table
 import smi.bench
 from smi.bench.measure import Figure
 
-NOT_SUITES = ("__main__", "measure", "portable")
+NOT_SUITES = ("__main__", "_prepare_run", "measure", "portable")
 SUITES = sorted(m.name for m in pkgutil.iter_modules(smi.bench.__path__) if m.name not in NOT_SUITES)
 
 

@@ -37,7 +37,10 @@ _TOOLS = [
 
 def run() -> dict[str, Figure]:
     """All figures of the suite. ValueError names a peer that is not installed."""
-    return compiling(load_tokenizer("rwkv_world"), conversations(CONVERSATIONS))
+    # imported here, since it asks this module for its conversations
+    from smi.bench._prepare_run import figures
+
+    return compiling(load_tokenizer("rwkv_world"), conversations(CONVERSATIONS)) | figures()
 
 
 def conversations(count: int) -> list[Conversation]:

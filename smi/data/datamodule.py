@@ -24,8 +24,18 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from smi.data.batch import PackedBatch, pack
 from smi.data.loader import FixedBatches, Prefetch, TrainLoader
 from smi.data.packing import pack_windows
-from smi.data.pipeline import Compiler, Document, RowAccount, check_sources, epoch_documents, share_of
-from smi.data.sources import Source, SourceSpec, find_files
+from smi.data.pipeline import (
+    AnySource,
+    Compiler,
+    Document,
+    DocumentSource,
+    RowAccount,
+    check_sources,
+    epoch_documents,
+    share_of,
+)
+from smi.data.shards import identities
+from smi.data.sources import SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.payloads import dumps
 from smi.protocol.render import Preview
@@ -67,10 +77,10 @@ class SMIDataModule(LightningDataModule):
     def __init__(
         self,
         tokenizer: PlainTokenizer,
-        train: Source | Sequence[Source],
+        train: AnySource | Sequence[AnySource],
         *,
         steps: int,
-        val: Source | Sequence[Source] | None = None,
+        val: AnySource | Sequence[AnySource] | None = None,
         val_fraction: float = 0.0,
         val_batches: int = 16,
         root: str | Path = ".",
@@ -120,6 +130,7 @@ class SMIDataModule(LightningDataModule):
         """What became of the training rows since the stream was last begun, prefetched batches included."""
         self.val_account = RowAccount()
         self._compiler = Compiler(tokenizer, max_length)
+        self._contents: dict[str, list[Any]] = {}
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
         # iterators in use, by the loaders; they hold the threads
         self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
@@ -183,7 +194,7 @@ class SMIDataModule(LightningDataModule):
         Begins a new `account`. Raises ValueError with the account where an epoch holds no document.
         """
         held_out = self._validate()[1]
-        files = {source.name for source in self.train_sources if isinstance(source, SourceSpec)}
+        files = _by_content(self.train_sources)
 
         def refuse(source: str, mark: bytes) -> str | None:
             out = mark in held_out or (source in files and share_of(mark) < self.val_fraction)
@@ -230,7 +241,7 @@ class SMIDataModule(LightningDataModule):
                 return [], frozenset()
             sources = self.train_sources
         share = 1.0 if self.val_sources is not None else self.val_fraction
-        files = {source.name for source in sources if isinstance(source, SourceSpec)}
+        files = _by_content(sources)
         self.val_account = account = RowAccount()
         documents: list[Document] = []
         room = self.val_batches * self.pack_length
@@ -272,8 +283,10 @@ class SMIDataModule(LightningDataModule):
         data: list[Any] = []
         for source in self.train_sources:
             if isinstance(source, SourceSpec):
-                files = [[file.name, file.stat().st_size] for file in find_files(source, self.root)]
+                files = self._files(source)
                 data.append([source.name, source.adapter, source.weight, source.quota, files])
+            elif isinstance(source, DocumentSource):
+                data.append(source.identity)
             else:
                 plain = {
                     k: v for k, v in sorted(getattr(source, "__dict__", {}).items()) if isinstance(v, int | float | str)
@@ -294,6 +307,14 @@ class SMIDataModule(LightningDataModule):
             "world_size": world_size,
         }
 
+    def _files(self, source: SourceSpec) -> list[Any]:
+        """Name and content of each file of a source; read once, since neither may change while it is trained on."""
+        if source.name not in self._contents:
+            files = find_files(source, self.root)
+            named = zip(files, identities(files), strict=True)
+            self._contents[source.name] = [[file.name, what] for file, what in named]
+        return self._contents[source.name]
+
     def running(self) -> Trainer | None:
         """The Trainer, while it fits with this module."""
         trainer = self.trainer
@@ -302,8 +323,13 @@ class SMIDataModule(LightningDataModule):
         return trainer if trainer.state.status == TrainerStatus.RUNNING else None
 
 
-def _as_list(sources: Source | Sequence[Source]) -> list[Source]:
+def _as_list(sources: AnySource | Sequence[AnySource]) -> list[AnySource]:
     return list(sources) if isinstance(sources, Sequence) else [sources]
+
+
+def _by_content(sources: Sequence[AnySource]) -> set[str]:
+    """The sources whose held-out share is chosen by content; the others hold out rows of their own."""
+    return {source.name for source in sources if isinstance(source, SourceSpec | DocumentSource)}
 
 
 def _digest(value: Any) -> str:

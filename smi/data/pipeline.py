@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -53,6 +53,27 @@ class Document:
     def targets(self) -> int:
         """Supervised tokens that a model can be asked to predict: nothing comes before the first one."""
         return int(np.count_nonzero(self.example.loss_mask[1:]))
+
+
+@runtime_checkable
+class DocumentSource(Protocol):
+    """A source that is compiled already: `weight` supervised tokens an epoch.
+
+    `identity` changes with the content; plain values.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def identity(self) -> list[Any]: ...
+
+    def documents(self, order: str) -> Iterator[Document]:
+        """The documents of one epoch, their blocks in the order that the text `order` seeds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,26 +212,26 @@ class Compiler:
 
     def __call__(
         self,
-        raw: Conversation | ProtocolError,
+        raw: Conversation | Document | ProtocolError,
         where: Location,
         refuse: Callable[[bytes], str | None] = lambda fingerprint: None,
     ) -> Document | Rejection:
         """Compile one conversation, or say why not.
 
         Args:
-            raw: the conversation, or why its row could not be turned into one.
+            raw: the conversation, or why its row could not be turned into one, or what it was compiled to before.
             where: the place of the row.
             refuse: asked with the fingerprint, before the costly part; a text is the reason of the rejection.
         """
         try:
             if isinstance(raw, ProtocolError):
                 raise raw
-            stream = to_stream(raw)
-            mark = fingerprint(stream)
+            stream = raw if isinstance(raw, Document) else to_stream(raw)
+            mark = stream.fingerprint if isinstance(stream, Document) else fingerprint(stream)
             reason = refuse(mark)
             if reason:
                 return Rejection(reason, where, _REFUSALS.get(reason, reason))
-            document = Document(encode(stream, self.tokenizer), mark, where)
+            document = stream if isinstance(stream, Document) else Document(encode(stream, self.tokenizer), mark, where)
         except ProtocolError as error:
             detail = f"{error.where}: {error.message}" if error.where else error.message
             return Rejection(error.reason, where, detail)
@@ -232,10 +253,11 @@ _REFUSALS = {
 }
 
 
-Raw = tuple[Conversation | ProtocolError, Location]
+AnySource = Source | DocumentSource
+Raw = tuple[Conversation | Document | ProtocolError, Location]
 
 
-def raw_rows(source: Source, root: str | Path, epoch: int, order: str, *, held_out: bool = False) -> Iterator[Raw]:
+def raw_rows(source: AnySource, root: str | Path, epoch: int, order: str, *, held_out: bool = False) -> Iterator[Raw]:
     """The rows of one epoch of a source as conversations, in the order that the text `order` seeds.
 
     Blocks of files come in shuffled order, the rows of a block as they stand. A source that makes its
@@ -244,6 +266,8 @@ def raw_rows(source: Source, root: str | Path, epoch: int, order: str, *, held_o
     Raises:
         ValueError: no such files, adapter or columns; each named.
     """
+    if isinstance(source, DocumentSource):
+        return ((document, document.where) for document in source.documents(f"{order}/{source.name}"))
     if not isinstance(source, SourceSpec):
         conversations = source.conversations(epoch=epoch, held_out=held_out)
         return ((talk, Location(source.name, "", None, i)) for i, talk in enumerate(conversations))
@@ -270,7 +294,7 @@ def raw_rows(source: Source, root: str | Path, epoch: int, order: str, *, held_o
     return read()
 
 
-def check_sources(sources: Sequence[Source]) -> None:
+def check_sources(sources: Sequence[AnySource]) -> None:
     """Refuse sources that cannot be mixed. Raises ValueError."""
     if not sources:
         raise ValueError("there are no sources; name at least one")
@@ -278,7 +302,8 @@ def check_sources(sources: Sequence[Source]) -> None:
     if len(names) < len(sources):
         raise ValueError(f"two sources are named {names.most_common(1)[0][0]!r}; accounts need names that differ")
     for source in sources:
-        if quota_of(source) is None and not isinstance(source, SourceSpec) and len(sources) > 1:
+        endless = not isinstance(source, SourceSpec | DocumentSource)
+        if endless and quota_of(source) is None and len(sources) > 1:
             raise ValueError(
                 f"source {source.name!r} may be endless: beside other sources it needs a quota of supervised "
                 "tokens, or an epoch would never end"
@@ -291,11 +316,11 @@ def check_sources(sources: Sequence[Source]) -> None:
         raise ValueError(f"only {', '.join(weighted)} have a weight or quota; give one to every source or to none")
 
 
-def quota_of(source: Source) -> int | None:
+def quota_of(source: AnySource) -> int | None:
     return getattr(source, "quota", None)
 
 
-def weight_of(source: Source) -> float | None:
+def weight_of(source: AnySource) -> float | None:
     weight = getattr(source, "weight", None)
     return quota_of(source) if weight is None else weight
 
@@ -303,9 +328,11 @@ def weight_of(source: Source) -> float | None:
 class _Tap:
     """One source within one epoch: its rows, and how far it is from its share."""
 
-    def __init__(self, source: Source, rows: Iterator[Raw]) -> None:
+    def __init__(self, source: AnySource, rows: Iterator[Raw]) -> None:
         self.name = source.name
         self.rows = rows
+        # what was prepared holds no duplicates, and may be wanted several times an epoch
+        self.repeats = isinstance(source, DocumentSource)
         self.weight = weight_of(source) or 1.0
         self.quota = quota_of(source)
         self.poured = 0
@@ -313,7 +340,7 @@ class _Tap:
 
 
 def epoch_documents(
-    sources: Sequence[Source],
+    sources: Sequence[AnySource],
     compiler: Compiler,
     account: RowAccount,
     *,
@@ -345,8 +372,8 @@ def epoch_documents(
     while taps:
         tap = min(taps, key=lambda tap: tap.poured / tap.weight)
 
-        def verdict(mark: bytes, name: str = tap.name) -> str | None:
-            return "duplicate" if mark in seen else refuse(name, mark)
+        def verdict(mark: bytes, tap: _Tap = tap) -> str | None:
+            return "duplicate" if mark in seen and not tap.repeats else refuse(tap.name, mark)
 
         for talk, where in tap.rows:
             if read == limit:

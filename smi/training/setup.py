@@ -19,9 +19,11 @@ from rich.markup import escape
 from rich.table import Table
 
 import smi_kernels
-from smi.config import Config, DataConfig
+from smi.config import Config, DataConfig, source_options
 from smi.data import SMIDataModule
-from smi.data.sources import Source, SourceSpec
+from smi.data.pipeline import AnySource
+from smi.data.prepared import PrecompiledSource, open_mixture
+from smi.data.sources import SourceSpec
 from smi.data.synthetic import SyntheticTools
 from smi.model.checkpoint import load_pretrained
 from smi.model.configuration import RWKV7Config
@@ -55,6 +57,7 @@ _READ_BY = {
     "held_out_tasks": "synthetic",
     "train_files": "files",
     "val_files": "files",
+    "mixture": "mixture",
     "mirror": "mixture",
     "source": "mixture",
 }
@@ -81,7 +84,7 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
     source = {
         "synthetic": "synthetic tool-use conversations",
         "files": ", ".join(data.train_files),
-        "mixture": ", ".join(data.source),
+        "mixture": data.mixture or ", ".join(data.source),
     }[data.kind]
     start = config.model.pretrained or "from scratch"
     rows = {
@@ -182,17 +185,22 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         kind = _READ_BY.get(setting.name, data.kind)
         if kind != data.kind and getattr(data, setting.name) != getattr(DataConfig(), setting.name):
             raise ValueError(f"data.{setting.name} is not read by data.kind={data.kind}: choose {_GROUP[kind]} for it")
-    train: list[Source]
+    train: list[AnySource]
     if data.kind == "synthetic":
         train = [SyntheticTools(config.seed, data.max_questions)]
     elif data.kind == "files":
         if not data.train_files:
             raise ValueError("data.train_files is empty: name your files, as in data.train_files=[talk.jsonl]")
         train = [SourceSpec("train", data.train_files, data.adapter)]
+    elif data.mixture is not None:
+        train = list(open_mixture(data.mixture, tokenizer, data.max_length, mirror=data.mirror))
+        _check_origin(config, train)
     else:
         if data.mirror is None:
             raise ValueError("data.mirror is not set: name the directory that holds the sources' files")
-        train = [SourceSpec(name, **vars(source)) for name, source in data.source.items()]
+        if several := [name for name, source in data.source.items() if source.epochs != 1]:
+            raise ValueError(f"data.source.{several[0]}.epochs is read by python -m smi.prepare: prepare the mixture")
+        train = [SourceSpec(name, **source_options(source)) for name, source in data.source.items()]
     return SMIDataModule(
         tokenizer,
         train,
@@ -207,6 +215,19 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         steps=config.trainer.max_steps,
         accumulate=config.trainer.accumulate,
     )
+
+
+def _check_origin(config: Config, sources: list[AnySource]) -> None:
+    """Rows compiled by others name their tokenizer after a checkpoint: it must be the one that is trained."""
+    model = config.model
+    for source in sources:
+        if not isinstance(source, PrecompiledSource) or model.pretrained is None:
+            continue
+        for what, run in (("tokenizer", model.pretrained), ("tokenizer_revision", model.revision)):
+            if source.origin[what] != run:
+                raise ValueError(
+                    f"{source.path} was compiled with {what} {source.origin[what]!r}, and this run starts from {run!r}"
+                )
 
 
 def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
