@@ -88,6 +88,11 @@ class Session:
         return len(self._ids)
 
     @property
+    def unread(self) -> int:
+        """Ids that the state has yet to read."""
+        return len(self._ids) - self._read
+
+    @property
     def controls(self) -> dict[str, Any]:
         """The latest CTRL object; empty where none was sent."""
         for block in reversed(self._runtime_blocks()):
@@ -396,17 +401,21 @@ class Runtime:
             session._scores = scores
 
     @torch.inference_mode()
-    def read(self, sessions: Sequence[Session]) -> None:
-        """Let each session read all its unread ids, packed into rows of at most PREFILL_TOKENS."""
+    def read(self, sessions: Sequence[Session], at_most: int | None = None) -> None:
+        """Let each session read its unread ids, packed into rows of at most PREFILL_TOKENS.
+
+        at_most: ids that are read now, over all sessions; None for all there are.
+        """
+        left = sum(s.unread for s in sessions) if at_most is None else at_most
         with self._lock:
-            while waiting := [s for s in sessions if s._read < len(s._ids)]:
-                room, group = PREFILL_TOKENS, []
+            while left and (waiting := [s for s in sessions if s.unread]):
+                room, group = min(PREFILL_TOKENS, left), []
                 for session in waiting:
-                    take = min(len(session._ids) - session._read, room)
-                    if take:
+                    if take := min(session.unread, room):
                         group.append((session, take))
                         room -= take
                 self._read_group(group)
+                left -= sum(take for _, take in group)
 
     def _read_group(self, group: list[tuple[Session, int]]) -> None:
         device = self.grammar.device
