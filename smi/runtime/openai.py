@@ -241,7 +241,7 @@ def _max_tokens(fields: _Fields, most: int) -> int:
     if old is not None and new is not None and old != new:
         raise bad_request("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
     name = "max_tokens" if new is None else "max_completion_tokens"
-    asked = most if old is new is None else old if new is None else new
+    asked = new if new is not None else old if old is not None else most
     if asked > most:
         raise bad_request(f"{name} can be at most {most} here, got {asked}", name)
     if asked < 1:
