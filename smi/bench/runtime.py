@@ -22,11 +22,12 @@ from smi.model.configuration import RWKV7Config
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
+from smi.runtime.loading import for_decoding
 from smi.runtime.session import Runtime
 from smi.tokenizer import load_tokenizer
 
 WORDS = 200
-STEPS = 16
+STEPS = 12
 SESSIONS = 8
 ROUNDS = 5
 # float32 sums in another order
@@ -38,10 +39,10 @@ def run() -> dict[str, Figure]:
         raise ImportError("this suite compares with the rwkv package: pip install rwkv")
     tokenizer = load_tokenizer("rwkv_world")
     model = _model(-(-tokenizer.vocab_size // 64) * 64)
-    runtime = Runtime(model, tokenizer, capacity=SESSIONS)
     said = [Block(BlockType.USR, "river " * WORDS)]
     with tempfile.TemporaryDirectory() as folder:
         peer = _peer(save_native(model, Path(folder) / "model.pth"))
+        runtime = Runtime(for_decoding(model), tokenizer, capacity=SESSIONS)
         with runtime.open() as session:
             session.send(said)
             prompt = list(session._ids)

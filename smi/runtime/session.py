@@ -32,6 +32,7 @@ from smi.protocol.payloads import ctrl_payload
 from smi.protocol.stream import Block, ProtocolError, Stream, Transmission
 from smi.protocol.tokens import BlockType, Side, TokenNamespace
 from smi.runtime import saved
+from smi.runtime.decoding import Decoder
 from smi.runtime.grammar import Grammar, Limits
 from smi.runtime.pool import StatePool, model_fingerprint
 from smi.runtime.sampling import Sampling
@@ -301,6 +302,7 @@ class Runtime:
             )
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self._decoder = Decoder(model)
         self.namespaces = tuple(namespaces)
         self.grammar = Grammar(tokenizer, rows, namespaces, model.head.weight.device)
         self.pool = StatePool(model, capacity)
@@ -393,10 +395,11 @@ class Runtime:
     def _feed(self, sessions: list[Session]) -> None:
         """Let each session read its one unread id."""
         slots, device = [s.slot for s in sessions], self.grammar.device
-        ids = torch.tensor([[s._ids[s._read]] for s in sessions], device=device)
-        out = self.model(input_ids=ids, state=self.pool.read(slots, sessions), use_cache=True)
-        self.pool.write(slots, sessions, out.state)
-        for session, scores in zip(sessions, out.logits[:, -1], strict=True):
+        ids = torch.tensor([s._ids[s._read] for s in sessions], device=device)
+        state = self.pool.read(slots, sessions)
+        logits = self._decoder.step(ids, state)
+        self.pool.write(slots, sessions, state)
+        for session, scores in zip(sessions, logits, strict=True):
             session._read += 1
             session._scores = scores
 
