@@ -19,10 +19,11 @@ class Decoder:
 
     def __init__(self, model: RWKV7ForCausalLM) -> None:
         self._model = model
-        self._layers = [
-            (block, torch.cat([getattr(block.att, f"x_{name}") for name in "rwkvag"]).detach())
-            for block in model.rwkv7.blocks
-        ]
+        self._layers: list[tuple[RWKV7Block, Tensor]] = []
+        for block in model.rwkv7.blocks:
+            assert isinstance(block, RWKV7Block)
+            mixes = torch.cat([getattr(block.att, f"x_{name}") for name in "rwkvag"]).detach()
+            self._layers.append((block, mixes))
 
     @torch.inference_mode()
     def step(self, ids: Tensor, state: RWKV7State) -> Tensor:
