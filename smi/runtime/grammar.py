@@ -7,8 +7,9 @@ end within the budgets. So nothing that is generated has to be repaired afterwar
 Protocol sections: "Core Stream Model", "Runtime and Model Transmissions", "Reasoning Budget".
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -210,12 +211,22 @@ class Limits:
     max_tokens: ids of the transmission without its EOT; there must be room for the smallest block.
     max_think_tokens: ids within THINK payloads, over all THINK blocks of the turn; None for no limit of its own.
         The type tokens do not count. Where they leave no room for a frame (0 and 1), no block is opened.
+    least: blocks of a type that must be opened before the transmission may end; until then only these and THINK
+        are. The budgets come before it: a transmission that is out of room ends without them.
+    most: blocks of a type that may be opened; a type not named has no such limit.
     """
 
     max_tokens: int = 1024
     max_think_tokens: int | None = None
+    least: Mapping[BlockType, int] = field(default_factory=dict)
+    most: Mapping[BlockType, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for kind in MODEL_BLOCKS:
+            if self.least.get(kind, 0) > self.most.get(kind, self.max_tokens):
+                raise ValueError(f"at least {self.least[kind]} {kind.name} blocks and at most {self.most[kind]}")
+        if all(self.most.get(kind) == 0 for kind in (BlockType.OUT, BlockType.ACT)):
+            raise ValueError("a transmission needs OUT or ACT: do not forbid both")
         if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise ValueError(f"max_tokens must be a whole number from 1 up, not {self.max_tokens!r}")
         most = self.max_think_tokens
@@ -244,6 +255,7 @@ class Writer:
         self.kind: BlockType | None = None
         self.payload: Payload | None = None
         self.tokens = self.think_tokens = self.blocks = 0
+        self._opened: Counter[BlockType] = Counter()
         self.cut: set[int] = set()
         self.full = False
 
@@ -265,12 +277,20 @@ class Writer:
         """Structural ids that may come now."""
         if self.payload is not None and not self.payload.closable:
             return []
-        kinds = MODEL_BLOCKS if self._ending is None else self._ending
+        most, opened = self._limits.most, self._opened
+        owed = [kind for kind, least in self._limits.least.items() if opened[kind] < least]
+        kinds = [kind for kind in MODEL_BLOCKS if kind not in most or opened[kind] < most[kind]]
+        if owed:
+            kinds = [kind for kind in kinds if kind in owed or kind is BlockType.THINK]
+        if self._ending is not None:
+            kinds = [kind for kind in kinds if kind in self._ending]
         if affordable and self._left <= self._grammar.frame_tokens:
-            kinds = ()
-        think = self._thinking and self._think_left >= self._grammar.frame_tokens
-        ids = [self._grammar.openings[kind] for kind in kinds if kind is not BlockType.THINK or think]
-        return ids if self.payload is None else [*ids, self._grammar.tokenizer.structural.eot]
+            kinds = []
+        if not self._thinking or self._think_left < self._grammar.frame_tokens:
+            kinds = [kind for kind in kinds if kind is not BlockType.THINK]
+        ids = [self._grammar.openings[kind] for kind in kinds]
+        may_end = self.payload is not None and not (owed and ids)
+        return [*ids, self._grammar.tokenizer.structural.eot] if may_end else ids
 
     def allowed(self) -> Tensor:
         """bool [R]: what the grammar lets through; once a block was cut, only what ends it."""
@@ -319,6 +339,7 @@ class Writer:
             self.kind, self.payload = kind, Payload(self._grammar)
             self._ending = None if self._ending else self._ending
             self.blocks += 1
+            self._opened[kind] += 1
             return
         assert self.payload is not None
         self.think_tokens += self.kind is BlockType.THINK

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from torch import nn
+
+from smi.model.modeling import RWKV7ForCausalLM
 from smi.runtime.session import Runtime
 
 
@@ -24,4 +27,16 @@ def load_runtime(checkpoint: str, tokenizer: str | None = None, capacity: int = 
     source = find_export(checkpoint)
     if not Path(source).exists() and ("/" not in source or source.startswith((".", "/", "~"))):
         raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
-    return Runtime(load_pretrained(source), load_tokenizer(tokenizer or source), capacity)
+    return Runtime(for_decoding(load_pretrained(source)), load_tokenizer(tokenizer or source), capacity)
+
+
+def for_decoding(model: RWKV7ForCausalLM) -> RWKV7ForCausalLM:
+    """The same model, its tall matrices (head, key of the channel mix) laid out column by column.
+
+    Decoding multiplies them with one vector or few, which is limited by memory; a CPU then streams through columns
+    faster than it sums along rows. Shapes and values stay. Not for training, nor for a model that is to be saved.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features > module.in_features:
+            module.weight.data = module.weight.data.t().contiguous().t()
+    return model

@@ -32,6 +32,7 @@ from smi.protocol.payloads import ctrl_payload
 from smi.protocol.stream import Block, ProtocolError, Stream, Transmission
 from smi.protocol.tokens import BlockType, Side, TokenNamespace
 from smi.runtime import saved
+from smi.runtime.decoding import Decoder
 from smi.runtime.grammar import Grammar, Limits
 from smi.runtime.pool import StatePool, model_fingerprint
 from smi.runtime.sampling import Sampling
@@ -86,6 +87,11 @@ class Session:
     def tokens(self) -> int:
         """Ids in the session so far, those that the state has yet to read included."""
         return len(self._ids)
+
+    @property
+    def unread(self) -> int:
+        """Ids that the state has yet to read."""
+        return len(self._ids) - self._read
 
     @property
     def controls(self) -> dict[str, Any]:
@@ -296,6 +302,7 @@ class Runtime:
             )
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self._decoder = Decoder(model)
         self.namespaces = tuple(namespaces)
         self.grammar = Grammar(tokenizer, rows, namespaces, model.head.weight.device)
         self.pool = StatePool(model, capacity)
@@ -388,25 +395,30 @@ class Runtime:
     def _feed(self, sessions: list[Session]) -> None:
         """Let each session read its one unread id."""
         slots, device = [s.slot for s in sessions], self.grammar.device
-        ids = torch.tensor([[s._ids[s._read]] for s in sessions], device=device)
-        out = self.model(input_ids=ids, state=self.pool.read(slots, sessions), use_cache=True)
-        self.pool.write(slots, sessions, out.state)
-        for session, scores in zip(sessions, out.logits[:, -1], strict=True):
+        ids = torch.tensor([s._ids[s._read] for s in sessions], device=device)
+        state = self.pool.read(slots, sessions)
+        logits = self._decoder.step(ids, state)
+        self.pool.write(slots, sessions, state)
+        for session, scores in zip(sessions, logits, strict=True):
             session._read += 1
             session._scores = scores
 
     @torch.inference_mode()
-    def read(self, sessions: Sequence[Session]) -> None:
-        """Let each session read all its unread ids, packed into rows of at most PREFILL_TOKENS."""
+    def read(self, sessions: Sequence[Session], at_most: int | None = None) -> None:
+        """Let each session read its unread ids, packed into rows of at most PREFILL_TOKENS.
+
+        at_most: ids that are read now, over all sessions; None for all there are.
+        """
+        left = sum(s.unread for s in sessions) if at_most is None else at_most
         with self._lock:
-            while waiting := [s for s in sessions if s._read < len(s._ids)]:
-                room, group = PREFILL_TOKENS, []
+            while left and (waiting := [s for s in sessions if s.unread]):
+                room, group = min(PREFILL_TOKENS, left), []
                 for session in waiting:
-                    take = min(len(session._ids) - session._read, room)
-                    if take:
+                    if take := min(session.unread, room):
                         group.append((session, take))
                         room -= take
                 self._read_group(group)
+                left -= sum(take for _, take in group)
 
     def _read_group(self, group: list[tuple[Session, int]]) -> None:
         device = self.grammar.device

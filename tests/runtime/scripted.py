@@ -20,18 +20,20 @@ def tiny(rows, **config):
 
 
 class ScriptedRuntime(Runtime):
-    """`script`: transmissions (lists of blocks) that the model wants, one for each turn of any session."""
+    """`script`: transmissions (lists of blocks) that the model wants, one for each turn of any session; or a function
+    from the session to its next."""
 
     def __init__(self, tokenizer, script, **settings):
         rows = max([tokenizer.vocab_size, *(n.ids.stop for n in settings.get("namespaces", ()))])
         super().__init__(tiny(rows), tokenizer, **settings)
-        self._script = iter(script)
+        turns = iter(()) if callable(script) else iter(script)
+        self._script = script if callable(script) else lambda session: next(turns)
         self._wanted = {}
 
     def _step(self, sessions):
         for session in sessions:
             if session._undo is None:
-                stream = Stream((Transmission(tuple(next(self._script))),))
+                stream = Stream((Transmission(tuple(self._script(session))),))
                 ids = encode(stream, self.tokenizer, complete=False, namespaces=self.namespaces).input_ids
                 self._wanted[session] = ids.tolist()
         self.read(sessions)

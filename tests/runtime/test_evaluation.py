@@ -1,11 +1,13 @@
 from itertools import islice
 
 import pytest
+import torch
 from scripted import ScriptedRuntime, tiny
 
 from smi.data.synthetic import SyntheticTools
-from smi.protocol.conversation import to_stream
-from smi.protocol.stream import Block, Transmission
+from smi.protocol.codec import encode
+from smi.protocol.conversation import Conversation, to_stream
+from smi.protocol.stream import Block, Stream, Transmission
 from smi.protocol.tokens import BlockType, Side
 from smi.runtime import evaluation
 from smi.runtime.turn import Reply
@@ -104,3 +106,48 @@ def test_batches_change_nothing_and_training_goes_on(tokenizer):
     assert one == many
     assert one.generated + one.answers > 0
     assert model.training
+
+
+def test_losses_are_those_of_each_example_alone(tokenizer, monkeypatch):
+    """Packed or in pieces: the sums by block type are those of plain cross-entropy, example by example."""
+    conversations = list(islice(SyntheticTools(seed=2).conversations(held_out=True), 5))
+    examples = [encode(to_stream(c), tokenizer) for c in conversations]
+    model = tiny(tokenizer.vocab_size).double().train()
+    wanted = {}
+    for example in examples:
+        ids = torch.from_numpy(example.input_ids).long()
+        with torch.no_grad():
+            logits = model.eval()(input_ids=ids[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.float(), ids[1:], reduction="none")
+        for loss, kind, target in zip(losses, example.block_types[1:], example.loss_mask[1:], strict=True):
+            if target:
+                tokens, nll = wanted.get(BlockType(kind), (0, 0.0))
+                wanted[BlockType(kind)] = tokens + 1, nll + float(loss)
+    model.train()
+    for row_tokens in (evaluation.ROW_TOKENS, 100):
+        monkeypatch.setattr(evaluation, "ROW_TOKENS", row_tokens)
+        found = evaluation.block_losses(model, examples)
+        assert found.keys() == wanted.keys() >= {BlockType.OUT, BlockType.ACT, BlockType.EOT, BlockType.EOS}
+        for kind, loss in found.items():
+            assert (loss.tokens, loss.nll) == (wanted[kind][0], pytest.approx(wanted[kind][1], rel=1e-5))
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thought", "violations"),
+    [
+        (None, "a long thought", 0),
+        ({"mode": "disabled"}, "", 1),
+        ({"max_tokens": 5}, "abcdefgh", 1),
+        ({"max_tokens": 64}, "abc", 0),
+    ],
+)
+def test_budgets_are_counted_from_what_was_written(tokenizer, reasoning, thought, violations):
+    """Not from what the runtime says of itself: its count here is 0."""
+    transmission = Transmission((Block(BlockType.THINK, thought), Block(BlockType.OUT, "x")))
+    ids = encode(Stream((transmission,)), tokenizer, complete=False).input_ids.tolist()
+    reply = Reply(transmission, tuple(ids), frozenset(), "eot", 0, "x")
+    talk = Conversation([{"role": "user", "content": "hi"}], ctrl=reasoning and {"reasoning": reasoning})
+    prompt = to_stream(talk, require_target=False)
+    played = evaluation.Played(talk, prompt, transmission.blocks, reply)
+    assert evaluation.score([played], tokenizer).budget_violations == violations

@@ -220,3 +220,33 @@ def test_settings_that_cannot_be_are_refused(t1):
         Turn(t1, Limits(2), Sampling())
     with pytest.raises(ValueError, match="at least one character"):
         Turn(t1, Limits(), Sampling(), stops=[""])
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    limit=st.integers(12, 60),
+    least=st.sampled_from([{}, {BlockType.ACT: 1}, {BlockType.OUT: 1, BlockType.ACT: 2}]),
+    most=st.sampled_from([{}, {BlockType.OUT: 1, BlockType.ACT: 2}, {BlockType.THINK: 0}, {BlockType.THINK: 1}]),
+)
+def test_blocks_that_must_and_must_not_come(grammars, seed, limit, least, most):
+    """However the model tries; only a transmission that is out of room ends without what it owes."""
+    rng = np.random.default_rng(seed)
+    grammar, vision = grammars[rng.choice(sorted(grammars))]
+    favoured = torch.zeros(grammar.rows)
+    favoured[list(grammar.tokenizer.structural.ids)] = 4.0
+    favoured[grammar.tokenizer.encode("\n")] = 6.0
+
+    def scores(step):
+        return favoured + torch.from_numpy(rng.standard_normal(grammar.rows)).float()
+
+    _, reply = write(grammar, Limits(limit, least=least, most=most), scores, [vision])
+    kinds = [block.type for block in reply.transmission.blocks]
+    assert all(kinds.count(kind) <= count for kind, count in most.items())
+    assert reply.reason == "max_tokens" or all(kinds.count(kind) >= count for kind, count in least.items())
+
+
+def test_limits_that_cannot_be_kept():
+    with pytest.raises(ValueError, match="at least 2 ACT blocks and at most 1"):
+        Limits(least={BlockType.ACT: 2}, most={BlockType.ACT: 1})
+    with pytest.raises(ValueError, match="OUT or ACT"):
+        Limits(most={BlockType.OUT: 0, BlockType.ACT: 0})
