@@ -74,15 +74,16 @@ def _fill(tokens: int, packs: int) -> float:
 def _trl(documents: np.ndarray) -> Any:
     """A call that packs documents of these lengths with TRL and counts its rows; one byte a token to spare memory."""
     try:
-        from trl.data_utils import pack_dataset
+        from trl.data_utils import pack_dataset  # pyright: ignore[reportMissingImports]  an extra
     except ImportError as error:
         raise ValueError(f"packing is measured against TRL; pip install 'smi[bench]' ({error})") from None
     import datasets
     import pyarrow as pa
+    from datasets.table import InMemoryTable
 
     offsets = np.concatenate(([0], np.cumsum(documents))).astype(np.int32)
     tokens = pa.array(np.zeros(offsets[-1], dtype=np.int8))
     table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets), tokens)})
-    rows = datasets.Dataset(datasets.table.InMemoryTable(table))
+    rows = datasets.Dataset(InMemoryTable(table))
     datasets.disable_progress_bars()
     return lambda: len(pack_dataset(rows, CAPACITY, strategy="bfd", map_kwargs={"batch_size": len(rows)}))

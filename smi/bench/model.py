@@ -5,6 +5,8 @@ float32, two threads. The floor is the products of every linear layer, the low-r
 one in the forward pass and two in the backward pass, into memory that is already there.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from smi.bench.measure import Figure, alternate, duration
 from smi.data.batch import IGNORE
 from smi.model.configuration import RWKV7Config
-from smi.model.modeling import RWKV7ForCausalLM
+from smi.model.modeling import RWKV7Block, RWKV7ForCausalLM
 from smi.protocol.tokens import BlockType
 from smi.training.loss import supervised_loss
 from smi.training.memory import keep_freed_memory
@@ -20,7 +22,7 @@ from smi.training.optim import average_and_clip, parameter_groups
 
 TOKENS = 2048
 THREADS = 2
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 65536,
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -55,7 +57,8 @@ class Floor:
         shapes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
         for block in model.rwkv7.blocks:
             # layer 0 has the value residual's factors as buffers, and does not use them
-            factors = [f for name, f in block.att.named_parameters() if name[0] in "wavg" and name[1:] in ("1", "2")]
+            named = cast(RWKV7Block, block).att.named_parameters()
+            factors = [f for name, f in named if name[0] in "wavg" and name[1:] in ("1", "2")]
             shapes += [(factor.shape[0], factor.shape[1]) for factor in factors]
         self.products = {}
         self.counts = {shape: shapes.count(shape) for shape in shapes}
@@ -107,14 +110,14 @@ def _optimizers(model: RWKV7ForCausalLM) -> dict:
     }
 
 
-def run(tokens: int = TOKENS, rounds: int = 5, **shape: int) -> dict[str, Figure]:
+def run(tokens: int = TOKENS, rounds: int = 5, **shape: Any) -> dict[str, Figure]:
     """The figures of the suite; `shape` changes the model's sizes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     keep_freed_memory()
     torch.manual_seed(0)
     try:
-        return _figures(RWKV7ForCausalLM(RWKV7Config(**(SHAPE | shape))), tokens, rounds)
+        return _figures(RWKV7ForCausalLM(RWKV7Config(**{**SHAPE, **shape})), tokens, rounds)
     finally:
         torch.set_num_threads(threads)
 

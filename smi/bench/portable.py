@@ -25,7 +25,8 @@ def portable(r, w, k, v, a, b, initial_state: Tensor | None = None, cu_seqlens: 
     # split, not slices: the backward of a slice writes a gradient as long as the whole row
     documents = zip(*(x.split(lengths, dim=1) for x in (r, w, k, v, a, b)), strict=True)
     states = [None] * len(lengths) if initial_state is None else initial_state.split(1)
-    outputs, finals = zip(*(_rows(*x, state) for x, state in zip(documents, states, strict=True)), strict=True)
+    pairs = [_rows(r, w, k, v, a, b, x) for (r, w, k, v, a, b), x in zip(documents, states, strict=True)]
+    outputs, finals = zip(*pairs, strict=True)
     return torch.cat(outputs, dim=1), torch.cat(finals)
 
 

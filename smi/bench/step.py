@@ -9,6 +9,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from smi.training.optim import parameter_groups
 # dense bfloat16 rates of the data sheets, in flop/s, by what the name of the GPU contains
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "RTX 4090": 165e12}
 # as configs/model/rwkv7_1b5.yaml
-MODEL_1B5 = {
+MODEL_1B5: dict[str, Any] = {
     "hidden_size": 2048,
     "num_hidden_layers": 24,
     "decay_low_rank_dim": 96,

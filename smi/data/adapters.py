@@ -113,7 +113,7 @@ class _Custom:
     """A function of the user's own: whatever it trips over, and whatever it makes, is judged row by row."""
 
     path: str
-    function: Callable[[Raw], Conversation]
+    function: Callable[[Raw], object]
 
     def __call__(self, row: Raw) -> Conversation:
         try:

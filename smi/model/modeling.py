@@ -14,6 +14,7 @@ comments are that paper's.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ DECAY_SCALE = math.exp(-0.5)
 GROUP_NORM_EPS = 64e-5
 
 # in a compiled block the kernel stays outside of the graphs: its registry chooses what runs
-_wkv7 = torch.compiler.disable(wkv7)
+_wkv7: Any = torch.compiler.disable(wkv7)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class RWKV7TimeMix(nn.Module):
 
         r = self.receptance(x_r)
         k = self.key(x_k)
-        v = self.value(x_v)
+        v: Tensor = self.value(x_v)
         # the decay leaves the activations' precision: over a long sequence its errors would multiply
         decay = self.w0 + torch.tanh(x_w @ self.w1) @ self.w2
         w = -DECAY_SCALE * torch.sigmoid(decay.to(state_dtype(decay.dtype)))
@@ -221,6 +222,7 @@ class RWKV7TimeMix(nn.Module):
         o = self.ln_x(o.reshape(batch * length, width)).view(batch, length, width)
         bonus = (r * k * self.r_k).sum(dim=-1, keepdim=True) * v
         o = o + bonus.view(batch, length, width)
+        assert wkv is not None
         return self.output(o * g), v_first, last, wkv
 
     def init_weights(self) -> None:
@@ -303,6 +305,8 @@ class RWKV7Block(nn.Module):
         mixed, v_first, last_att, wkv = self.att(self.ln1(x), v_first, att_shift, wkv, segments, backend)
         x = x + mixed
         mixed, last_ffn = self.ffn(self.ln2(x), ffn_shift, segments)
+        assert v_first is not None
+        assert wkv is not None
         return x + mixed, v_first, last_att, last_ffn, wkv
 
 
