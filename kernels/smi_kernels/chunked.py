@@ -13,8 +13,9 @@ independent from chunk to chunk, so that is all that runs in sequence. Segments 
 each in a lane of its own: a sequential step handles one chunk of every lane that is long enough.
 
 Heads run in blocks and steps in groups. One group's intermediates are alive at a time, which bounds memory and keeps
-them in a CPU's cache: products of matrices that are not there run at a third of the speed. The backward pass gets
-the states at the groups' starts and the inverses T, and recomputes the rest.
+them in a CPU's cache: products of matrices that are not there run at a third of the speed. What the
+sequence and the inverse produced is kept for the backward pass (the states at the chunks' starts, UV, G and T: a
+quarter more than the inputs at head size 64); what is a product of inputs and decays is made again.
 
 The decays are relative to their own chunk: e^-W stays below e^(16 |w|), which float32 holds with room for the keys
 for any log decay above -4 (RWKV-7's lies in (-0.6065, 0)). The inverse is a triangular solve; inverting by doubling
@@ -26,7 +27,6 @@ The form is the WY representation of "Parallelizing Linear Transformers with the
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ CHUNK = 16
 GROUP = {"cpu": 128}
 STEP = {"cpu": 32}
 GROUP_ELSEWHERE = 4096
-# fewer steps in a group would save more states than recomputing them is worth
+# fewer steps in a group would spend more on calls than the cache gains
 MIN_STEPS = 4
 
 
@@ -53,17 +53,23 @@ class _Group:
     held: int64 places in `tokens` that hold a token, or None when all do.
     tails: int64 places that hold none.
     active: lanes in each step, never more than in the step before.
+    even: the time steps of the group when every lane is full and lanes are rows of one length; None otherwise.
     """
 
     tokens: Tensor
     held: Tensor | None
     tails: Tensor
     active: tuple[int, ...]
+    even: slice | None
 
-    def steps(self, heads: int) -> list[slice]:
-        """The rows of each step in the group's [M * H, ...] tensors."""
-        ends = list(accumulate(lanes * heads for lanes in self.active))
-        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    def view(self, x: Tensor) -> Tensor:
+        """The tokens of an even group in [B, T, H, N]: a view [steps, lanes, C, H, N]."""
+        lanes = x.flatten(0, 1).unflatten(0, (self.active[0], -1))
+        return lanes[:, self.even].unflatten(1, (-1, CHUNK)).transpose(0, 1)
+
+    def steps(self, heads: int, x: Tensor) -> tuple[Tensor, ...]:
+        """[M * H, ...] -> the rows of each step."""
+        return x.split([lanes * heads for lanes in self.active])
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ def _layout(bounds: tuple[int, ...], heads: int, device: torch.device) -> _Layou
 
     group_size = GROUP.get(device.type, GROUP_ELSEWHERE)
     block = min(heads, max(1, STEP.get(device.type, GROUP_ELSEWHERE) // active[0]))
+    even = bool((lengths == lengths[0]).all())
     groups = []
     first = 0
     while first < len(active):
@@ -102,23 +109,38 @@ def _layout(bounds: tuple[int, ...], heads: int, device: torch.device) -> _Layou
         holds = holds.flatten()
         held = None if holds.all() else holds.nonzero().squeeze(1).to(device)
         tails = (~holds).nonzero().squeeze(1).to(device)
-        groups.append(_Group(tokens.to(device), held, tails, tuple(active[first:last])))
+        rows = slice(first * CHUNK, last * CHUNK) if even and held is None else None
+        groups.append(_Group(tokens.to(device), held, tails, tuple(active[first:last]), rows))
         first = last
     blocks = tuple(slice(h, min(h + block, heads)) for h in range(0, heads, block))
     return _Layout(order.to(device), blocks, tuple(groups))
 
 
 def _deal(x: Tensor, group: _Group, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, N] -> [M, C, H, N]; tails are zero, which leaves the state as it is."""
+    """[B, T, H, N] -> [steps, lanes, C, H, N] or, where lanes differ, [M, 1, C, H, N]; a view where there is one.
+
+    Tails are zero, which leaves the state as it is.
+    """
+    if group.even is not None:
+        return group.view(x).to(dtype)
     rows = x.flatten(0, 1).index_select(0, group.tokens).to(dtype)
     if group.held is not None:
         rows.index_fill_(0, group.tails, 0)
-    return rows.unflatten(0, (-1, CHUNK))
+    return rows.unflatten(0, (-1, 1, CHUNK))
 
 
-def _collect(rows: Tensor, group: _Group, out: Tensor) -> None:
-    """[M, C, H, N] -> their places in [B, T, H, N]; tails are left behind."""
-    rows, tokens = rows.flatten(0, 1), group.tokens
+def _collect(rows: Tensor, scale: Tensor | None, group: _Group, out: Tensor) -> None:
+    """[M * H, C, N], times a `scale` in the shape of `_deal`, -> their places in [B, T, H, N] without the tails."""
+    heads, size = out.shape[2:]
+    lanes = 1 if group.even is None else group.active[0]
+    rows = rows.unflatten(0, (-1, lanes, heads)).transpose(2, 3)
+    if group.even is not None:
+        place = group.view(out)
+        place.copy_(rows) if scale is None else torch.mul(rows, scale, out=place)
+        return
+    # in the order of the tokens, which is not that of `rows`
+    rows = rows.contiguous() if scale is None else torch.mul(rows, scale, out=rows.new_empty(rows.shape))
+    rows, tokens = rows.view(-1, heads, size), group.tokens
     if group.held is not None:
         rows, tokens = rows[group.held], tokens[group.held]
     out.flatten(0, 1).index_copy_(0, tokens, rows.to(out.dtype))
@@ -137,38 +159,35 @@ def _segments(x: Tensor, layout: _Layout, block: slice, out: Tensor) -> None:
 
 
 class _Chunks:
-    """The per-chunk quantities of the module docstring for one group: R = M * H matrices of each kind.
+    """The inputs of one group in the terms of the module docstring: R = M * H matrices of each kind.
 
-    before, grow, shrink: [M, C, H, N] e^(W - w), e^W and e^-W.
+    before, grow, shrink: [..., C, H, N] e^(W - w), e^W and e^-W, in the shape of `_deal`.
     last: [R, K, 1] e^W_C.
-    ar, bk, uv: [R, 2C, N]; the U of `uv` is the caller's to fill in.
+    ar, bk: [R, 2C, N].
     mask: [2C, 2C] what a token may see: in the rows of `a` earlier tokens, in the rows of `r` its own as well.
-    gram: [R, 2C, 2C] G.
     """
 
-    def __init__(self, group: _Group, r, w, k, v, a, b):
+    def __init__(self, group: _Group, r, w, k, a, b):
         dtype = state_dtype(r.dtype)
-        r, w, k, v, a, b = (_deal(x, group, dtype) for x in (r, w, k, v, a, b))
-        chunks, _, heads, size = r.shape
+        r, w, k, a, b = (_deal(x, group, dtype) for x in (r, w, k, a, b))
+        steps, lanes, _, heads, size = r.shape
         lower = r.new_ones(CHUNK + 1, CHUNK).tril(-1)
-        decay = torch.bmm(lower.expand(chunks, -1, -1), w.flatten(2)).exp_().unflatten(2, (heads, size))
-        self.before, self.grow = decay[:, :-1], decay[:, 1:]
+        decay = torch.bmm(lower.expand(steps * lanes, -1, -1), w.flatten(3).flatten(0, 1)).exp_()
+        decay = decay.view(steps, lanes, CHUNK + 1, heads, size)
+        self.before, self.grow = decay[:, :, :-1], decay[:, :, 1:]
         self.shrink = self.grow.reciprocal()
-        self.last = decay[:, -1].reshape(-1, size, 1)
+        self.last = decay[:, :, -1].reshape(-1, size, 1)
 
-        ar, bk, uv = (r.new_empty(chunks, heads, 2 * CHUNK, size) for _ in range(3))
+        ar, bk = (r.new_empty(steps, lanes, heads, 2 * CHUNK, size) for _ in range(2))
         for x, scale, out in (
-            (a, self.before, ar[:, :, :CHUNK]),
-            (r, self.grow, ar[:, :, CHUNK:]),
-            (b, self.shrink, bk[:, :, :CHUNK]),
-            (k, self.shrink, bk[:, :, CHUNK:]),
+            (a, self.before, ar[..., :CHUNK, :]),
+            (r, self.grow, ar[..., CHUNK:, :]),
+            (b, self.shrink, bk[..., :CHUNK, :]),
+            (k, self.shrink, bk[..., CHUNK:, :]),
         ):
-            torch.mul(x.transpose(1, 2), scale.transpose(1, 2), out=out)
-        uv[:, :, CHUNK:] = v.transpose(1, 2)
-        self.ar, self.bk, self.uv = (x.view(-1, 2 * CHUNK, size) for x in (ar, bk, uv))
-        self.v = self.uv[:, CHUNK:]
+            torch.mul(x.transpose(2, 3), scale.transpose(2, 3), out=out)
+        self.ar, self.bk = (x.view(-1, 2 * CHUNK, size) for x in (ar, bk))
         self.mask = torch.cat([lower[:CHUNK], lower[1:]]).repeat(1, 2)
-        self.gram = torch.bmm(self.ar, self.bk.mT).mul_(self.mask)
 
 
 class _ChunkedWKV7(torch.autograd.Function):
@@ -177,14 +196,15 @@ class _ChunkedWKV7(torch.autograd.Function):
         inputs = (r, w, k, v, a, b)
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         final = torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-        starts, inverses = [], []
+        kept = []
         for block in layout.heads:
             x = _lanes(initial_state, layout, block)
             for group in layout.groups:
-                starts.append(x[: group.active[0] * (block.stop - block.start)].clone())
-                inverses.append(_forward_group(group, [y[:, :, block] for y in inputs], x, o[:, :, block]))
+                tensors = _forward_group(group, [y[:, :, block] for y in inputs], x, o[:, :, block])
+                if any(ctx.needs_input_grad):
+                    kept.extend(tensors)
             _segments(x, layout, block, final)
-        ctx.save_for_backward(*inputs, *starts, *inverses)
+        ctx.save_for_backward(*inputs, *kept)
         ctx.layout = layout
         return o, final
 
@@ -192,8 +212,8 @@ class _ChunkedWKV7(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_o, grad_final):  # type: ignore[override]
         layout: _Layout = ctx.layout
-        inputs, saved = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
-        starts, inverses = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        inputs, kept = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        kept = [kept[i : i + 4] for i in range(0, len(kept), 4)]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         dinitial = torch.empty_like(grad_final, memory_format=torch.contiguous_format)
         with torch.autocast(grad_o.device.type, enabled=False):
@@ -203,8 +223,7 @@ class _ChunkedWKV7(torch.autograd.Function):
                     _backward_group(
                         group,
                         [x[:, :, block] for x in inputs],
-                        starts.pop(),
-                        inverses.pop(),
+                        kept.pop(),
                         grad_o[:, :, block],
                         dx,
                         [x[:, :, block] for x in grads],
@@ -213,93 +232,90 @@ class _ChunkedWKV7(torch.autograd.Function):
         return *grads, dinitial, None
 
 
-def _forward_group(group: _Group, inputs: list[Tensor], x: Tensor, o: Tensor) -> Tensor:
-    """Writes one group's part of `o` and moves the states `x` on; returns the inverses T [R, C, C].
+def _forward_group(group: _Group, inputs: list[Tensor], state: Tensor, o: Tensor) -> tuple[Tensor, ...]:
+    """Writes one group's part of `o` and moves the lanes' states [S * H, K, V] on.
 
-    A lane's state stays where its last step left it.
+    Returns for the backward pass the states at the chunks' starts [R, K, V], and UV, G and T of the module docstring.
     """
     heads, size = o.shape[2:]
-    c = _Chunks(group, *inputs)
-    identity = torch.eye(CHUNK, dtype=x.dtype, device=x.device)
+    r, w, k, v, a, b = inputs
+    c = _Chunks(group, r, w, k, a, b)
+    gram = torch.bmm(c.ar, c.bk.mT).mul_(c.mask)
+    uv = torch.empty_like(c.bk)
+    v = _deal(v, group, uv.dtype)
+    uv.view(*v.shape[:2], heads, 2 * CHUNK, size)[..., CHUNK:, :] = v.transpose(2, 3)
+    identity = torch.eye(CHUNK, dtype=uv.dtype, device=uv.device)
     inverse = torch.linalg.solve_triangular(
-        identity - c.gram[:, :CHUNK, :CHUNK], identity, upper=False, unitriangular=True
+        identity - gram[:, :CHUNK, :CHUNK], identity, upper=False, unitriangular=True
     )
     # [U; O] = left X + base
-    left, base = c.ar.clone(), torch.bmm(c.gram[:, :, CHUNK:], c.v)
+    left, base = c.ar, torch.bmm(gram[:, :, CHUNK:], uv[:, CHUNK:])
     for part in (left, base):
         u = torch.bmm(inverse, part[:, :CHUNK])
         part[:, :CHUNK] = u
-        part[:, CHUNK:] += torch.bmm(c.gram[:, CHUNK:, :CHUNK], u)
-    for at in group.steps(heads):
-        now = x[: at.stop - at.start]
-        uo = torch.baddbmm(base[at], left[at], now, out=base[at])
-        c.uv[at, :CHUNK] = uo[:, :CHUNK]
-        now.baddbmm_(c.bk[at].mT, c.uv[at]).mul_(c.last[at])
-    _collect(base.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:].transpose(1, 2), group, o)
-    return inverse
+        part[:, CHUNK:] += torch.bmm(gram[:, CHUNK:, :CHUNK], u)
+    x = uv.new_empty(len(uv), size, size)
+    xs = group.steps(heads, x)
+    xs[0].copy_(state[: len(xs[0])])
+    steps = (group.steps(heads, y) for y in (left, base, uv[:, :CHUNK], uv, c.bk.mT, c.last))
+    for x_i, after, left_i, base_i, u_i, uv_i, kb_i, last_i in zip(xs, [*xs[1:], None], *steps, strict=True):
+        u_i.copy_(torch.baddbmm(base_i, left_i, x_i, out=base_i)[:, :CHUNK])
+        on = 0 if after is None else len(after)
+        if on < len(x_i):
+            # lanes that end here, whose states go back to the caller's
+            torch.baddbmm(x_i[on:], kb_i[on:], uv_i[on:], out=state[on : len(x_i)]).mul_(last_i[on:])
+        if after is not None:
+            torch.baddbmm(x_i[:on], kb_i[:on], uv_i[:on], out=after).mul_(last_i[:on])
+    _collect(base[:, CHUNK:], None, group, o)
+    return x, uv, gram, inverse
 
 
-def _backward_group(group, inputs: list[Tensor], start: Tensor, inverse: Tensor, grad_o, dx, grads) -> None:
+def _backward_group(group: _Group, inputs: list[Tensor], kept, grad_o: Tensor, dx: Tensor, grads: list[Tensor]) -> None:
     """Writes one group's part of `grads`; moves `dx`, the gradients of the states, from its end to its start."""
     heads, size = grad_o.shape[2:]
-    c = _Chunks(group, *inputs)
-    steps = group.steps(heads)
+    r, w, k, _, a, b = inputs
+    c = _Chunks(group, r, w, k, a, b)
+    x, uv, gram, inverse = kept
 
-    # the forward scan again, for U and the states at the starts of all chunks
-    x = c.gram.new_empty(c.gram.shape[0], size, size)
-    x[steps[0]] = start
-    left = torch.bmm(inverse, c.ar[:, :CHUNK])
-    base = torch.bmm(inverse, torch.bmm(c.gram[:, :CHUNK, CHUNK:], c.v))
-    for at, after in zip(steps, [*steps[1:], None], strict=True):
-        c.uv[at, :CHUNK] = torch.baddbmm(base[at], left[at], x[at])
-        if after is not None:
-            on = slice(at.start, at.start + after.stop - after.start)
-            torch.baddbmm(x[on], c.bk[on].mT, c.uv[on], out=x[after]).mul_(c.last[on])
-
-    # its mirror: dX' -> dY = D dX' -> dP, the gradient of what T is applied to -> dX
-    pdo = torch.empty_like(c.uv)  # [dP; dO]
-    pdo.view(-1, heads, 2 * CHUNK, size)[:, :, CHUNK:] = _deal(grad_o, group, pdo.dtype).transpose(1, 2)
+    # the scan's mirror: dX' -> dY = D dX' -> dP, the gradient of what T is applied to -> dX
+    pdo = torch.empty_like(uv)  # [dP; dO]
+    grad_o = _deal(grad_o, group, pdo.dtype)
+    pdo.view(*grad_o.shape[:2], heads, 2 * CHUNK, size)[..., CHUNK:, :] = grad_o.transpose(2, 3)
     left = c.bk.clone()
-    pdv = torch.bmm(c.gram[:, CHUNK:].mT, pdo[:, CHUNK:])  # [dP; dv]
+    pdv = torch.bmm(gram[:, CHUNK:].mT, pdo[:, CHUNK:])  # [dP; dv]
     for part in (left, pdv):
         part[:, :CHUNK] = torch.bmm(inverse.mT, part[:, :CHUNK])
-    dbk = torch.empty_like(c.bk)
-    dlast = torch.empty_like(c.last)
-    for at in reversed(steps):
-        dy = dx[: at.stop - at.start].mul_(c.last[at])
-        torch.sum(dy * x[at], -1, keepdim=True, out=dlast[at])
-        torch.baddbmm(pdv[at], left[at], dy, out=pdv[at])
-        torch.bmm(c.uv[at], dy.mT, out=dbk[at])
-        pdo[at, :CHUNK] = pdv[at, :CHUNK]
-        dy.baddbmm_(c.ar[at].mT, pdo[at])
-    # X' = D (X + BK^T UV), so this is the gradient of W_C through D
-    dlast += (dbk * c.bk).sum(1).unsqueeze(-1)
+    dy = torch.empty_like(x)
+    steps = (group.steps(heads, y) for y in (dy, left, pdv, pdo, pdo[:, :CHUNK], c.ar.mT, c.last))
+    for dy_i, left_i, pdv_i, pdo_i, p_i, ra_i, last_i in reversed(list(zip(*steps, strict=True))):
+        on = dx[: len(dy_i)]
+        torch.mul(on, last_i, out=dy_i)
+        p_i.copy_(torch.baddbmm(pdv_i, left_i, dy_i, out=pdv_i)[:, :CHUNK])
+        torch.baddbmm(dy_i, ra_i, pdo_i, out=on)
+    dbk = torch.bmm(uv, dy.mT)
+    # the gradient of W_C through D, as X' = D (X + BK^T UV)
+    dlast = dy.mul_(x).sum(-1).add_((dbk * c.bk).sum(1)).unsqueeze(1)
 
-    dgram = torch.bmm(pdo, c.uv.mT).mul_(c.mask)
+    dgram = torch.bmm(pdo, uv.mT).mul_(c.mask)
     dar = torch.bmm(pdo, x.mT).baddbmm_(dgram, c.bk)
     dbk.baddbmm_(dgram.mT, c.ar)
-    dv = pdv[:, CHUNK:] + torch.bmm(c.gram[:, :CHUNK, CHUNK:].mT, pdo[:, :CHUNK])
+    dv = pdv[:, CHUNK:] + torch.bmm(gram[:, :CHUNK, CHUNK:].mT, pdo[:, :CHUNK])
 
     # w_t is in every W from t on: W_s scales r, k and b of token s and the a of the next
     by_ar, by_bk = c.mask[:, :CHUNK].mT, c.mask[CHUNK:, :CHUNK].mT.repeat(1, 2)
     dw = torch.bmm(by_ar.expand(len(dar), -1, -1), c.ar.mul_(dar))
-    dw.baddbmm_(by_bk.expand(len(dar), -1, -1), c.bk.mul_(dbk), alpha=-1).add_(dlast.mT)
-
-    def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-        x = x.unflatten(0, (-1, heads)).transpose(1, 2)
-        # written in the order of the tokens, which is not that of x
-        return x if scale is None else torch.mul(x, scale, out=x.new_empty(x.shape))
+    dw.baddbmm_(by_bk.expand(len(dar), -1, -1), c.bk.mul_(dbk), alpha=-1).add_(dlast)
 
     parts = (
-        scaled(dar[:, CHUNK:], c.grow),
-        scaled(dw, None),
-        scaled(dbk[:, CHUNK:], c.shrink),
-        scaled(dv, None),
-        scaled(dar[:, :CHUNK], c.before),
-        scaled(dbk[:, :CHUNK], c.shrink),
+        (dar[:, CHUNK:], c.grow),
+        (dw, None),
+        (dbk[:, CHUNK:], c.shrink),
+        (dv, None),
+        (dar[:, :CHUNK], c.before),
+        (dbk[:, :CHUNK], c.shrink),
     )
-    for part, grad in zip(parts, grads, strict=True):
-        _collect(part, group, grad)
+    for (part, scale), grad in zip(parts, grads, strict=True):
+        _collect(part, scale, group, grad)
 
 
 def run(r, w, k, v, a, b, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
