@@ -212,7 +212,9 @@ class _ChunkedWKV7(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_o, grad_final):  # type: ignore[override]
         layout: _Layout = ctx.layout
-        inputs, kept = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        # asked for once: activation checkpointing recomputes them at every asking
+        saved = ctx.saved_tensors
+        inputs, kept = saved[:6], saved[6:]
         kept = [kept[i : i + 4] for i in range(0, len(kept), 4)]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         dinitial = torch.empty_like(grad_final, memory_format=torch.contiguous_format)
