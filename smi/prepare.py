@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from smi.config import Config, SourceConfig
     from smi.data.manifest import Manifest
-    from smi.data.mixture import Account, Plan
+    from smi.data.plan import Account, Plan
     from smi.data.sources import SourceSpec
 
 MOST_WORKERS = 8
@@ -89,7 +89,7 @@ def prepare_mixture(config: Config) -> Manifest:
 
 def make_plan(config: Config) -> Plan:
     """What the config says is to be prepared. Raises ValueError where it contradicts itself."""
-    from smi.data.mixture import Plan
+    from smi.data.plan import Plan
     from smi.tokenizer import load_tokenizer
 
     data, how = config.data, config.prepare

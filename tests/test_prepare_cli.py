@@ -152,9 +152,9 @@ def configured(*overrides: str) -> Config:
         (["+recipe=quickstart"], "there are no sources to prepare: choose data=pilot"),
         (["data=pilot", "prepare.part=2/2"], "it should be i/n, such as 0/4"),
         (["data=pilot", "prepare.only=[mars]"], "prepare.only names mars; there are ultrachat"),
-        (["data=pilot", "+data.source.aya.weight=2"], "aya has a weight: say with prepare.tokens"),
+        (["data=pilot", "data.source.aya.weight=2"], "aya has a weight: say with prepare.tokens"),
         (["data=pilot", "data.source.aya.quota=null", "prepare.tokens=9"], "and aya has neither"),
-        (["data=pilot", "+data.source.aya.epochs=0"], "data.source.aya.epochs should be above 0"),
+        (["data=pilot", "data.source.aya.epochs=0"], "data.source.aya.epochs should be above 0"),
         (["data=pilot", "data.mixture=null"], "data.mixture is not set"),
         (["data=pilot", "prepare.merge=[nowhere]"], "nowhere is no mixture"),
     ],
@@ -166,10 +166,10 @@ def test_what_is_wrong_is_named(overrides: list[str], message: str, tmp_path: Pa
 
 def test_quotas_are_what_an_epoch_gets_and_shares_where_tokens_are_given() -> None:
     only = "prepare.only=[aya,openr1_math]"
-    plan = make_plan(configured("data=pilot", "tokenizer=compact", only, "+data.source.aya.epochs=4"))
+    plan = make_plan(configured("data=pilot", "tokenizer=compact", only, "data.source.aya.epochs=4"))
     assert {source.name: source.quota for source in plan.sources} == {"aya": 250_000, "openr1_math": 1_000_000}
     assert plan.epochs["aya"] == 4
-    shares = ["prepare.tokens=1000", *(f"+data.source.{name}.weight=1" for name in SOURCES), "data.source.aya.weight=3"]
+    shares = ["prepare.tokens=1000", *(f"data.source.{name}.weight=1" for name in SOURCES), "data.source.aya.weight=3"]
     plan = make_plan(configured("data=pilot", "tokenizer=compact", *shares))
     assert [source.quota for source in plan.sources] == [125, 375, 125, 125, 125, 125]
 
