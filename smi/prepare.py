@@ -63,6 +63,7 @@ def prepare_mixture(config: Config) -> Manifest:
     from rich.console import Console
 
     from smi.data.mixture import join, prepare
+    from smi.data.report import REPORT, write_report
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
     if config.data.mixture is None:
@@ -83,7 +84,9 @@ def prepare_mixture(config: Config) -> Manifest:
                 say=console.print,
             )
     console.print(summary(manifest))
-    console.print(f"mixture  {directory}")
+    if not (report := directory / REPORT).exists():
+        write_report(manifest, directory, config.data.pack_length)
+    console.print(f"mixture  {directory}\nreport   {report}")
     return manifest
 
 

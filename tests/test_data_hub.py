@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from mirror import HUB
+from mirror import SOURCES as PILOT
 
-from smi.config import config_dir
 from smi.data import hub
 from smi.data.adapters import adapter_for
 from smi.data.hub import HubFile, download
 from smi.data.sources import SourceSpec, find_files, list_blocks, missing_columns, read_block, read_rows
 
-MIRROR = Path(__file__).parent / "data" / "hub"
-SOURCES = [
-    SourceSpec(file.stem, **yaml.safe_load(file.read_text()))
-    for file in sorted((config_dir() / "data" / "source").glob("*.yaml"))
-]
+SOURCES = list(PILOT.values())
 
 
 class PlayedHub(DirFileSystem):
@@ -79,7 +75,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedHub:
     root = tmp_path / "hub"
     for source in SOURCES:
         assert source.dataset
-        shutil.copytree(MIRROR / source.dataset, root / "datasets" / f"{source.dataset}@{source.revision}")
+        shutil.copytree(HUB / source.dataset, root / "datasets" / f"{source.dataset}@{source.revision}")
     fs = PlayedHub(root)
     monkeypatch.setattr(hub, "filesystem", lambda: fs)
     return fs
@@ -89,7 +85,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedHub:
 def test_the_hub_gives_the_rows_that_a_mirror_gives(source: SourceSpec, played: PlayedHub) -> None:
     columns = adapter_for(source).columns
     there = list(read_rows(source, "hf://", columns))
-    here = list(read_rows(source, MIRROR, columns))
+    here = list(read_rows(source, HUB, columns))
     assert len(there) == len(here) > 100
     for one, other in zip(there, here, strict=True):
         assert repr(one.value) == repr(other.value)
@@ -146,7 +142,7 @@ def test_a_mirror_holds_what_the_hub_has_with_hashes(tmp_path: Path, played: Pla
     paths = download(SOURCES, mirror, lambda file, done: told.update({str(file): done}))
     assert len(paths) == 6
     for path in paths:
-        assert path.read_bytes() == (MIRROR / path.relative_to(mirror)).read_bytes()
+        assert path.read_bytes() == (HUB / path.relative_to(mirror)).read_bytes()
     assert sorted(told.values()) == sorted(path.stat().st_size for path in paths)
     record = json.loads((mirror / "mirror.json").read_text())
     for source in SOURCES:
@@ -161,7 +157,7 @@ def test_a_mirror_holds_what_the_hub_has_with_hashes(tmp_path: Path, played: Pla
     played.opened.clear()
     assert download(SOURCES, mirror) == paths
     assert not played.opened
-    assert len(list(read_rows(SOURCES[0], mirror))) == len(list(read_rows(SOURCES[0], MIRROR)))
+    assert len(list(read_rows(SOURCES[0], mirror))) == len(list(read_rows(SOURCES[0], HUB)))
 
 
 def test_a_download_that_broke_off_goes_on_where_it_was(tmp_path: Path, played: PlayedHub) -> None:
@@ -179,7 +175,7 @@ def test_a_download_that_broke_off_goes_on_where_it_was(tmp_path: Path, played: 
     played.breaks_after = None
     (path,) = download([source], tmp_path / "mirror")
     assert played.given.total() == path.stat().st_size
-    assert path.read_bytes() == (MIRROR / path.relative_to(tmp_path / "mirror")).read_bytes()
+    assert path.read_bytes() == (HUB / path.relative_to(tmp_path / "mirror")).read_bytes()
 
 
 def test_a_file_that_was_changed_or_came_wrong_is_noticed(tmp_path: Path, played: PlayedHub) -> None:

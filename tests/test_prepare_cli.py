@@ -52,6 +52,7 @@ def test_the_pilot_is_prepared_and_trained_on(tmp_path: Path) -> None:
     assert sum(a["supervised_tokens"] for a in manifest.sources.values()) >= 6000
     assert manifest.settings["sources"]["aya"]["licence"] == "Apache-2.0"
     before = content(mixture)
+    assert "report.html" in before
     assert "is complete already" in run(*PILOT, "prepare.workers=0", cwd=tmp_path)
     assert content(mixture) == before
     output = run(*PILOT[:2], "prepare.tokens=7000", cwd=tmp_path, code=2)
@@ -137,6 +138,7 @@ def test_two_jobs_of_a_sweep_are_merged_into_one_mixture(tmp_path: Path) -> None
     manifest = read_manifest(tmp_path / "whole")
     parts_rows = [read_manifest(tmp_path / f"part_{i}").sources["aya"]["rows"] for i in range(2)]
     assert manifest.sources["aya"]["rows"] == sum(parts_rows)
+    assert (tmp_path / "whole" / "report.html").is_file()
     assert manifest.shortfalls
 
 

@@ -191,11 +191,16 @@ class ShardFile:
 
 
 def write_text(path: Path, text: str) -> None:
+    """`write_bytes` in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all."""
     draft = path.with_name(f".{path.name}.partial")
     try:
         with draft.open("wb") as file:
-            file.write(text.encode())
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
