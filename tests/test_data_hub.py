@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from mirror import SOURCES as PILOT
 from smi.data import hub
 from smi.data.adapters import adapter_for
 from smi.data.hub import HubFile, download
+from smi.data.mixture import prepare
+from smi.data.plan import Plan
 from smi.data.sources import SourceSpec, find_files, list_blocks, missing_columns, read_block, read_rows
+from smi.tokenizer import load_tokenizer
 
 SOURCES = list(PILOT.values())
+COMPACT = load_tokenizer("compact")
 
 
 class PlayedHub(DirFileSystem):
@@ -213,3 +218,19 @@ def test_a_dataset_of_a_new_revision_is_fetched_again(tmp_path: Path, played: Pl
     assert find_files(new, tmp_path / "mirror") == [path]
     with pytest.raises(ValueError, match="not at"):
         find_files(old, tmp_path / "mirror")
+
+
+def test_a_mixture_prepared_from_the_hub_holds_what_one_from_a_mirror_holds(tmp_path: Path, played: PlayedHub) -> None:
+    made = Plan([source for source in SOURCES if source.name in ("aya", "nemotron_agentic")], COMPACT, HUB, 4096)
+    here = prepare(made, tmp_path / "here", accept_shortfall=True)
+    there = prepare(replace(made, root="hf://"), tmp_path / "there", accept_shortfall=True)
+    assert there.shards == here.shards
+    kinds = {name: file.keys() - {"file", "bytes"} for name, source in there.settings["sources"].items()
+             for file in source["files"]}  # fmt: skip
+    assert kinds == {"aya": {"sha256"}, "nemotron_agentic": {"git"}}
+    # what the hub says of its files is compared as what is on the disk is
+    changed = played.root / "datasets" / f"CohereLabs/aya_dataset@{made.sources[0].revision}" / "data"
+    (file,) = changed.iterdir()
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(ValueError, match=r"sha256 was .* and is"):
+        prepare(replace(made, root="hf://"), tmp_path / "there", accept_shortfall=True)
