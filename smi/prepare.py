@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from smi.config import Config, SourceConfig
     from smi.data.manifest import Manifest
-    from smi.data.mixture import Account, Plan
+    from smi.data.plan import Account, Plan
     from smi.data.sources import SourceSpec
 
 MOST_WORKERS = 8
@@ -63,6 +63,7 @@ def prepare_mixture(config: Config) -> Manifest:
     from rich.console import Console
 
     from smi.data.mixture import join, prepare
+    from smi.data.report import REPORT, write_report
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
     if config.data.mixture is None:
@@ -83,13 +84,15 @@ def prepare_mixture(config: Config) -> Manifest:
                 say=console.print,
             )
     console.print(summary(manifest))
-    console.print(f"mixture  {directory}")
+    if not (report := directory / REPORT).exists():
+        write_report(manifest, directory, config.data.pack_length)
+    console.print(f"mixture  {directory}\nreport   {report}")
     return manifest
 
 
 def make_plan(config: Config) -> Plan:
     """What the config says is to be prepared. Raises ValueError where it contradicts itself."""
-    from smi.data.mixture import Plan
+    from smi.data.plan import Plan
     from smi.tokenizer import load_tokenizer
 
     data, how = config.data, config.prepare

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from smi.data.compiling import RowCompiler
-from smi.data.mixture import Plan, prepare
+from smi.data.mixture import prepare
+from smi.data.plan import Plan
 from smi.data.sources import SourceSpec
 from smi.tokenizer import load_tokenizer
 

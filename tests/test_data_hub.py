@@ -4,25 +4,26 @@ import hashlib
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from mirror import HUB
+from mirror import SOURCES as PILOT
 
-from smi.config import config_dir
 from smi.data import hub
 from smi.data.adapters import adapter_for
 from smi.data.hub import HubFile, download
+from smi.data.mixture import prepare
+from smi.data.plan import Plan
 from smi.data.sources import SourceSpec, find_files, list_blocks, missing_columns, read_block, read_rows
+from smi.tokenizer import load_tokenizer
 
-MIRROR = Path(__file__).parent / "data" / "hub"
-SOURCES = [
-    SourceSpec(file.stem, **yaml.safe_load(file.read_text()))
-    for file in sorted((config_dir() / "data" / "source").glob("*.yaml"))
-]
+SOURCES = list(PILOT.values())
+COMPACT = load_tokenizer("compact")
 
 
 class PlayedHub(DirFileSystem):
@@ -79,7 +80,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedHub:
     root = tmp_path / "hub"
     for source in SOURCES:
         assert source.dataset
-        shutil.copytree(MIRROR / source.dataset, root / "datasets" / f"{source.dataset}@{source.revision}")
+        shutil.copytree(HUB / source.dataset, root / "datasets" / f"{source.dataset}@{source.revision}")
     fs = PlayedHub(root)
     monkeypatch.setattr(hub, "filesystem", lambda: fs)
     return fs
@@ -89,7 +90,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedHub:
 def test_the_hub_gives_the_rows_that_a_mirror_gives(source: SourceSpec, played: PlayedHub) -> None:
     columns = adapter_for(source).columns
     there = list(read_rows(source, "hf://", columns))
-    here = list(read_rows(source, MIRROR, columns))
+    here = list(read_rows(source, HUB, columns))
     assert len(there) == len(here) > 100
     for one, other in zip(there, here, strict=True):
         assert repr(one.value) == repr(other.value)
@@ -146,7 +147,7 @@ def test_a_mirror_holds_what_the_hub_has_with_hashes(tmp_path: Path, played: Pla
     paths = download(SOURCES, mirror, lambda file, done: told.update({str(file): done}))
     assert len(paths) == 6
     for path in paths:
-        assert path.read_bytes() == (MIRROR / path.relative_to(mirror)).read_bytes()
+        assert path.read_bytes() == (HUB / path.relative_to(mirror)).read_bytes()
     assert sorted(told.values()) == sorted(path.stat().st_size for path in paths)
     record = json.loads((mirror / "mirror.json").read_text())
     for source in SOURCES:
@@ -161,7 +162,7 @@ def test_a_mirror_holds_what_the_hub_has_with_hashes(tmp_path: Path, played: Pla
     played.opened.clear()
     assert download(SOURCES, mirror) == paths
     assert not played.opened
-    assert len(list(read_rows(SOURCES[0], mirror))) == len(list(read_rows(SOURCES[0], MIRROR)))
+    assert len(list(read_rows(SOURCES[0], mirror))) == len(list(read_rows(SOURCES[0], HUB)))
 
 
 def test_a_download_that_broke_off_goes_on_where_it_was(tmp_path: Path, played: PlayedHub) -> None:
@@ -179,7 +180,7 @@ def test_a_download_that_broke_off_goes_on_where_it_was(tmp_path: Path, played: 
     played.breaks_after = None
     (path,) = download([source], tmp_path / "mirror")
     assert played.given.total() == path.stat().st_size
-    assert path.read_bytes() == (MIRROR / path.relative_to(tmp_path / "mirror")).read_bytes()
+    assert path.read_bytes() == (HUB / path.relative_to(tmp_path / "mirror")).read_bytes()
 
 
 def test_a_file_that_was_changed_or_came_wrong_is_noticed(tmp_path: Path, played: PlayedHub) -> None:
@@ -217,3 +218,19 @@ def test_a_dataset_of_a_new_revision_is_fetched_again(tmp_path: Path, played: Pl
     assert find_files(new, tmp_path / "mirror") == [path]
     with pytest.raises(ValueError, match="not at"):
         find_files(old, tmp_path / "mirror")
+
+
+def test_a_mixture_prepared_from_the_hub_holds_what_one_from_a_mirror_holds(tmp_path: Path, played: PlayedHub) -> None:
+    made = Plan([source for source in SOURCES if source.name in ("aya", "nemotron_agentic")], COMPACT, HUB, 4096)
+    here = prepare(made, tmp_path / "here", accept_shortfall=True)
+    there = prepare(replace(made, root="hf://"), tmp_path / "there", accept_shortfall=True)
+    assert there.shards == here.shards
+    kinds = {name: file.keys() - {"file", "bytes"} for name, source in there.settings["sources"].items()
+             for file in source["files"]}  # fmt: skip
+    assert kinds == {"aya": {"sha256"}, "nemotron_agentic": {"git"}}
+    # what the hub says of its files is compared as what is on the disk is
+    changed = played.root / "datasets" / f"CohereLabs/aya_dataset@{made.sources[0].revision}" / "data"
+    (file,) = changed.iterdir()
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(ValueError, match=r"sha256 was .* and is"):
+        prepare(replace(made, root="hf://"), tmp_path / "there", accept_shortfall=True)

@@ -1,17 +1,14 @@
 """The journey of a row, over the whole mirror of public sources and over mixtures made to measure."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import yaml
+from mirror import EXPECTED, HUB, REASONS, SOURCES
 
-from smi.config import config_dir
 from smi.data.adapters import adapter_for
 from smi.data.pipeline import (
     Compiler,
@@ -27,51 +24,6 @@ from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.stream import ProtocolError
 from smi.protocol.tokens import StructuralIds
 from smi.tokenizer import load_tokenizer
-
-HUB = Path(__file__).parent / "data" / "hub"
-EXPECTED = json.loads((HUB / "expectations.json").read_text())
-SOURCES = {
-    file.stem: SourceSpec(file.stem, **yaml.safe_load(file.read_text()))
-    for file in sorted((config_dir() / "data" / "source").glob("*.yaml"))
-}
-# what the mirror says about a faulty row -> the reason it is counted under
-REASONS = {
-    "duplicate": "duplicate",
-    "no model-side target": "no_target",
-    "unknown role": "role",
-    "empty conversation": "empty",
-    "null messages": "messages",
-    "longer than 2048 tokens": "too_long",
-    "assistant turn is only white space: no target": "empty_turn",
-    "empty target": "empty_turn",
-    "null input": "schema",
-    "white-space input": "empty_turn",
-    "call names an undeclared tool": "undeclared_tool",
-    "arguments are not valid JSON": "arguments",
-    "arguments are a list, not a mapping": "arguments",
-    "observation for an unknown call id": "orphan_observation",
-    "duplicate call id": "duplicate_call_id",
-    "calls without any declared tool": "undeclared_tool",
-    "tools is a number": "tools",
-    "line is not JSON": "json",
-    "line is an array": "schema",
-    "lone surrogate in text": "text",
-    "NaN in arguments": "arguments",
-    "nested 2000 deep": "arguments",
-    "unclosed tool_call block": "tool_call",
-    "tool response without a call": "orphan_observation",
-    "tools string is code, and must never be evaluated": "tools",
-    "message value is not text": "schema",
-    "no generation is correct": "no_correct_generation",
-    "no generation is complete": "no_correct_generation",
-    "flags shorter than generations: none correct in range": "no_correct_generation",
-    "empty problem": "empty_turn",
-    "score below 0.8": "score",
-    "score is nan": "score",
-    "score is inf": "score",
-    "score is not a number": "score",
-    "score is null": "score",
-}
 
 
 @pytest.fixture(scope="module")

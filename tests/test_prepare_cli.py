@@ -52,6 +52,7 @@ def test_the_pilot_is_prepared_and_trained_on(tmp_path: Path) -> None:
     assert sum(a["supervised_tokens"] for a in manifest.sources.values()) >= 6000
     assert manifest.settings["sources"]["aya"]["licence"] == "Apache-2.0"
     before = content(mixture)
+    assert "report.html" in before
     assert "is complete already" in run(*PILOT, "prepare.workers=0", cwd=tmp_path)
     assert content(mixture) == before
     output = run(*PILOT[:2], "prepare.tokens=7000", cwd=tmp_path, code=2)
@@ -137,6 +138,7 @@ def test_two_jobs_of_a_sweep_are_merged_into_one_mixture(tmp_path: Path) -> None
     manifest = read_manifest(tmp_path / "whole")
     parts_rows = [read_manifest(tmp_path / f"part_{i}").sources["aya"]["rows"] for i in range(2)]
     assert manifest.sources["aya"]["rows"] == sum(parts_rows)
+    assert (tmp_path / "whole" / "report.html").is_file()
     assert manifest.shortfalls
 
 
@@ -152,9 +154,9 @@ def configured(*overrides: str) -> Config:
         (["+recipe=quickstart"], "there are no sources to prepare: choose data=pilot"),
         (["data=pilot", "prepare.part=2/2"], "it should be i/n, such as 0/4"),
         (["data=pilot", "prepare.only=[mars]"], "prepare.only names mars; there are ultrachat"),
-        (["data=pilot", "+data.source.aya.weight=2"], "aya has a weight: say with prepare.tokens"),
+        (["data=pilot", "data.source.aya.weight=2"], "aya has a weight: say with prepare.tokens"),
         (["data=pilot", "data.source.aya.quota=null", "prepare.tokens=9"], "and aya has neither"),
-        (["data=pilot", "+data.source.aya.epochs=0"], "data.source.aya.epochs should be above 0"),
+        (["data=pilot", "data.source.aya.epochs=0"], "data.source.aya.epochs should be above 0"),
         (["data=pilot", "data.mixture=null"], "data.mixture is not set"),
         (["data=pilot", "prepare.merge=[nowhere]"], "nowhere is no mixture"),
     ],
@@ -166,10 +168,10 @@ def test_what_is_wrong_is_named(overrides: list[str], message: str, tmp_path: Pa
 
 def test_quotas_are_what_an_epoch_gets_and_shares_where_tokens_are_given() -> None:
     only = "prepare.only=[aya,openr1_math]"
-    plan = make_plan(configured("data=pilot", "tokenizer=compact", only, "+data.source.aya.epochs=4"))
+    plan = make_plan(configured("data=pilot", "tokenizer=compact", only, "data.source.aya.epochs=4"))
     assert {source.name: source.quota for source in plan.sources} == {"aya": 250_000, "openr1_math": 1_000_000}
     assert plan.epochs["aya"] == 4
-    shares = ["prepare.tokens=1000", *(f"+data.source.{name}.weight=1" for name in SOURCES), "data.source.aya.weight=3"]
+    shares = ["prepare.tokens=1000", *(f"data.source.{name}.weight=1" for name in SOURCES), "data.source.aya.weight=3"]
     plan = make_plan(configured("data=pilot", "tokenizer=compact", *shares))
     assert [source.quota for source in plan.sources] == [125, 375, 125, 125, 125, 125]
 

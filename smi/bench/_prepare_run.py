@@ -11,7 +11,8 @@ from pathlib import Path
 
 from smi.bench.measure import Figure
 from smi.bench.prepare import conversations
-from smi.data.mixture import Account, Plan, prepare
+from smi.data.mixture import prepare
+from smi.data.plan import Account, Plan
 from smi.data.sources import SourceSpec
 from smi.protocol.conversation import to_stream
 from smi.tokenizer import load_tokenizer

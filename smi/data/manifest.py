@@ -114,6 +114,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def check_same(then: dict[str, Any], now: dict[str, Any], directory: Path, what: str) -> None:
+    """Refuse to go on with other settings. Raises ValueError that says what `directory` has, and both values."""
+    if found := list(differences(then, now)):
+        more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
+        raise ValueError(
+            f"{directory} {what}: {'; '.join(found[:10])}{more}. "
+            "Choose another directory with data.mixture=DIR, or go back to those settings"
+        )
+
+
 def check_shards(manifest: Manifest, directory: Path) -> None:
     """Hash every shard. Raises ValueError that names each one that is not what the manifest says."""
     problems: list[str] = []
