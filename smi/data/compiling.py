@@ -120,7 +120,7 @@ class RowCompiler:
     def warm_up(self) -> None:
         """See `smi.data.workers.Work`."""
         words = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-        self._chunk(0, [to_stream(words), ProtocolError("none", "", "")])
+        self._chunk(0, [to_stream(words), ProtocolError("role", "", "")])
 
     def __call__(self, task: Stretch, attempt: Attempt, mark: Mark) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The chunks of a stretch, each with the number of the row after it."""
