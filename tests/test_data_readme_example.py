@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from smi import preview
-from smi.config import config_dir, judge, register
+from smi.config import config_dir, judge, register, source_options
 from smi.data.pipeline import raw_rows
 from smi.data.sources import SourceSpec
 from smi.protocol.stream import ProtocolError
@@ -58,7 +58,7 @@ def test_the_source_of_the_readme_joins_a_recipe(commands: list[list[str]], tmp_
         searched = f"hydra.searchpath=[file://{tmp_path / folder}]"
         config = judge(compose("train", overrides=[searched, "paths.run_dir=x", *overrides]))
     assert len(config.data.source) == 7
-    source = SourceSpec("tickets", **vars(config.data.source["tickets"]))
+    source = SourceSpec("tickets", **source_options(config.data.source["tickets"]))
     assert (source.quota, source.licence) == (500_000, "CC-BY-4.0")
 
     outcomes = []
