@@ -135,8 +135,14 @@ def test_what_rows_say_is_text_on_the_page(tmp_path: Path) -> None:
     assert "&lt;b&gt;MIT&lt;/b&gt;" in text
 
 
-def test_a_mixture_without_rows_has_a_report_too(tmp_path: Path) -> None:
-    (tmp_path / "talk.jsonl").write_text("{")
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "No packing is foreseen"),
+        ('{"messages":[{"role":"user","content":"1"},{"role":"assistant","content":"2"}]}', "1 packs of 512 tokens"),
+    ],
+)
+def test_a_mixture_without_rows_or_letters_has_a_report_too(row: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "talk.jsonl").write_text(row)
     manifest = prepare(plan(tmp_path, sources=[SourceSpec("talk", "talk.jsonl", "messages")]), tmp_path / "out")
-    text = write_report(manifest, tmp_path / "out", 512).read_text()
-    assert "No packing is foreseen" in text
+    assert says in write_report(manifest, tmp_path / "out", 512).read_text()

@@ -87,7 +87,8 @@ def _composition(manifest: Manifest, contents: Mapping[str, Contents]) -> Figure
     shown = {name: letters[name] for name in ranked[:SCRIPTS]}
     if rest := ranked[SCRIPTS:]:
         shown["others"] = {source: sum(letters[name].get(source, 0) for name in rest) for source in names}
-    figure, (sources, blocks, scripts) = _figure([len(names), len(types), len(shown)])
+    # rows may well be without a letter
+    figure, (sources, blocks, *scripts) = _figure([len(names), len(types), *([len(shown)] if shown else [])])
     _bars(
         sources,
         names,
@@ -108,12 +109,12 @@ def _composition(manifest: Manifest, contents: Mapping[str, Contents]) -> Figure
         "tokens",
     )
     blocks.set_title("by block type", loc="left")
-    # Latin outweighs all others by far in most mixtures
-    _bars(
-        scripts, list(shown), {"letters": [sum(counts.values()) for counts in shown.values()]}, "letters, logarithmic"
-    )
-    scripts.set_xscale("log")
-    scripts.set_title("by script", loc="left")
+    for axes in scripts:
+        # Latin outweighs all others by far in most mixtures
+        _bars(axes, list(shown), {"": [sum(c.values()) for c in shown.values()]}, "letters, logarithmic")
+        axes.set_xscale("log")
+        axes.set_xlim(left=1)
+        axes.set_title("by script", loc="left")
     return figure
 
 
