@@ -20,10 +20,12 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from smi.data.batch import PackedBatch, pack
+from smi.data.describe import Description, Facts
 from smi.data.loader import FixedBatches, Prefetch, TrainLoader
 from smi.data.mixing import OnEpoch, PreparedTraining
 from smi.data.order import Corpus, Place, Shuffle
@@ -150,6 +152,43 @@ class SMIDataModule(LightningDataModule):
         self._mixture: PreparedTraining | None = None
         # iterators in use, by the loaders; they hold the threads
         self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
+
+    @classmethod
+    def from_recipe(cls, name: str, overrides: Sequence[str] = ()) -> SMIDataModule:
+        """The data of a shipped recipe, as training would see it; for notebooks and scripts.
+
+            dm = SMIDataModule.from_recipe("quickstart", overrides=["data.max_questions=2"])
+
+        Raises ValueError for whatever is wrong with the recipe, the settings or the files.
+        """
+        # imported here: that module makes data modules
+        from smi.data.recipe import build_data, build_tokenizer, read_recipe
+
+        config = read_recipe(name, overrides)
+        return build_data(config, build_tokenizer(config))
+
+    def describe(self, documents: int = 2000) -> Description:
+        """Lengths, packing, sources and supervised share: of a whole epoch of a prepared mixture, otherwise of the
+        first so many `documents`. Shows itself in a notebook, and with rich's `print` in a terminal."""
+        account = self.account
+        found = self._prepared().facts() if self.prepared else self._facts(documents)
+        # a look does not begin a stream
+        self.account = account
+        return Description(found, self.pack_length)
+
+    def _facts(self, documents: int) -> Facts:
+        names: list[str] = []
+        rows: list[tuple[int, int]] = []
+        fills: list[int] = []
+        for members in self.packs():
+            names += [document.where.source for document in members]
+            rows += [(document.tokens, document.targets) for document in members]
+            fills.append(sum(document.tokens for document in members))
+            if len(rows) >= documents or self.account.epochs > 1:
+                break
+        tokens, targets = np.array(rows).T
+        sources, source_of = np.unique(names, return_inverse=True)
+        return Facts(sources.tolist(), source_of, tokens, targets, np.array(fills))
 
     def __getstate__(self) -> dict[str, Any]:
         # threads stay in the process that started them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numba
-import numpy as np
 from numba import types
 
 # a copy of `smi.data.batch.IGNORE`, which would bring torch along

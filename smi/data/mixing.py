@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from smi.data.order import Corpus, Place, Shuffle, Window, epoch_order, windows
+from smi.data.describe import Facts
+from smi.data.order import Corpus, Place, Shuffle, Window, epoch_order, epoch_packs, windows
 from smi.data.packing import pack_lengths, permutation
 from smi.data.pipeline import Document, RowAccount, SourceAccount
 from smi.data.reading import read_batches, read_documents
@@ -80,6 +81,15 @@ class PreparedTraining:
                 window = replace(window.select(slice(passed, None)), first=place.packs)
             self._count(account, window.members)
             yield window
+
+    def facts(self) -> Facts:
+        """What there is to see of the first epoch."""
+        packs = list(epoch_packs(self.corpus, ~self.held_out, self.shuffle, 0))
+        documents = np.concatenate([members for members, _ in packs])
+        tokens = self.corpus.tokens
+        fills = np.concatenate([np.add.reduceat(tokens[members], bounds[:-1]) for members, bounds in packs])
+        names = [source.name for source in self.corpus.sources]
+        return Facts(names, self.corpus.sources_of(documents), tokens[documents], self.corpus.targets[documents], fills)
 
     def _begin_epoch(self, account: RowAccount) -> None:
         account.epochs += 1
