@@ -232,8 +232,9 @@ def test_validation_is_bounded_and_may_come_from_files_of_its_own(rows: SourceSp
 
 
 def test_a_row_in_training_and_in_validation_is_an_error(rows: SourceSpec, tmp_path: Path) -> None:
-    write_rows(tmp_path / "val.json", 1, "a")
-    data = module(rows, steps=60, val=SourceSpec("val", str(tmp_path / "val.json"), "aya"))
+    (tmp_path / "val").mkdir()
+    write_rows(tmp_path / "val" / "val.jsonl", 1, "a")
+    data = module(rows, steps=60, val=SourceSpec("val", str(tmp_path / "val" / "val.jsonl"), "aya"))
     with pytest.raises(ValueError, match=r"a.jsonl.* is among the validation rows as well: take it out of one"):
         list(data.train_dataloader())
 
