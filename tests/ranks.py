@@ -7,11 +7,8 @@ every step, goes on from what was saved, and may be killed at any time.
 import json
 import os
 import sys
-import warnings
 from datetime import timedelta
 from pathlib import Path
-
-warnings.filterwarnings("ignore")
 
 import torch
 from lightning.pytorch import Trainer

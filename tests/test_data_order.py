@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from shards import example, number_of, prepared
-from test_data_datamodule import Bytes, mark, marks, threads
+from test_data_datamodule import Bytes, Killed, Recorder, SaveAt, mark, marks, threads, trainer_for
 
 from smi.data import SMIDataModule
 from smi.data.batch import PackedBatch, pack
@@ -156,6 +156,39 @@ def test_six_interruptions_change_nothing(source: PreparedSource, workers: int) 
         assert state["batches"] == end
         assert len(json.dumps(state)) < 2_000
     assert seen == whole
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_under_a_trainer_six_interruptions_change_nothing(source: PreparedSource, tmp_path: Path, workers: int) -> None:
+    def run(accumulate: int, checkpoint: Path | None = None, cut: tuple[int, Path] | None = None, **more: Any) -> Any:
+        recorder = Recorder()
+        trainer = trainer_for(tmp_path, 30, accumulate, callbacks=[SaveAt(*cut)] if cut else [])
+        data = module(source, steps=30, accumulate=accumulate, workers=workers, **more)
+        if cut is None:
+            trainer.fit(recorder, datamodule=data, ckpt_path=checkpoint)
+        else:
+            with pytest.raises(Killed):
+                trainer.fit(recorder, datamodule=data, ckpt_path=checkpoint)
+        return recorder
+
+    # 37 packs an epoch: in the first step, at its end, in a step, at an epoch's end and behind it
+    whole = run(2)
+    consumed: list[str] = []
+    path = None
+    for turn, cut in enumerate((0, 1, 12, 36, 37, 51)):
+        kept = tmp_path / f"{turn}.ckpt"
+        consumed = consumed[: len(consumed) // 2 * 2] + run(2, path, (cut, kept)).seen
+        path = kept
+    last = run(2, path)
+    assert consumed + last.seen == whole.seen
+    assert torch.equal(last.table.weight, whole.table.weight)
+    # steps of another size take the stream up where it is, and the trainer's own count goes on
+    with pytest.raises(ValueError, match="accumulate was 2 and is 3"):
+        run(3, path)
+    other = run(3, path, on_change="continue")
+    assert other.seen[: len(last.seen)] == last.seen
+    assert len(other.seen) == 3 * (30 - 26)
 
 
 def drain(data: SMIDataModule, state: dict[str, Any]) -> tuple[list[list[int]], int]:

@@ -19,8 +19,10 @@ SCRIPT = Path(__file__).parent / "ranks.py"
 def launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(SCRIPT), str(folder), *arguments],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(str(SCRIPT), str(folder), *arguments),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -80,7 +82,9 @@ def test_two_ranks_that_are_killed_equal_two_that_are_not(tmp_path: Path) -> Non
     whole, killed = (
         torch.load(tmp_path / name / "run" / "step-60.ckpt", weights_only=True) for name in ("whole", "killed")
     )
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        torch.testing.assert_close(killed[part], whole[part], rtol=0, atol=0)
+    assert torch.equal(killed["state_dict"]["table.weight"], whole["state_dict"]["table.weight"])
+    there, here = (saved["optimizer_states"][0]["state"][0] for saved in (whole, killed))
+    assert all(torch.equal(here[name], there[name]) for name in there)
+    assert killed["lr_schedulers"] == whole["lr_schedulers"]
     for there, here in zip(results(tmp_path / "whole"), results(tmp_path / "killed"), strict=True):
         assert here["last"] == there["last"][-len(here["last"]) :]

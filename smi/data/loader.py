@@ -65,6 +65,9 @@ class TrainLoader:
         if trainer is None:
             rank, world_size, pin = 0, 1, False
             first = 0 if saved is None else saved["batches"]
+        elif getattr(trainer.fit_loop, "_combined_loader_states_to_load", None):
+            # lightning only tries whether this can be iterated over, and loads the state after that
+            return iter(())
         else:
             rank, world_size = trainer.global_rank, trainer.world_size
             pin = trainer.strategy.root_device.type == "cuda"

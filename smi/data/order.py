@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -28,6 +29,7 @@ class Corpus:
     Attributes:
         sources: where they are from.
         groups: the row groups that hold them.
+        metadata: of each shard, so that it is read once.
         group_starts: int64 [groups + 1], the number of each row group's first document.
         source_starts: int64 [sources + 1], likewise.
         tokens: int32 [documents].
@@ -37,6 +39,7 @@ class Corpus:
     def __init__(self, sources: Sequence[PreparedSource]) -> None:
         self.sources = list(sources)
         self.groups: list[Block] = []
+        self.metadata: dict[Path, pq.FileMetaData] = {}
         rows: list[int] = []
         by_source: list[int] = []
         columns: list[list[NDArray[np.int32]]] = [[], []]
@@ -44,6 +47,7 @@ class Corpus:
             before = sum(rows)
             for shard in source.shards:
                 with pq.ParquetFile(shard, memory_map=True) as file:
+                    self.metadata[shard] = file.metadata
                     count = file.metadata.num_row_groups
                     self.groups += [Block(shard, group, group + 1) for group in range(count)]
                     rows += [file.metadata.row_group(group).num_rows for group in range(count)]

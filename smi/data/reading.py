@@ -49,9 +49,9 @@ class RowGroup:
     run_supervised: NDArray[np.bool_]
 
 
-def read_row_group(block: Block) -> RowGroup:
-    """Read and decompress the columns that training needs."""
-    with pq.ParquetFile(block.path, memory_map=True) as file:
+def read_row_group(block: Block, metadata: pq.FileMetaData | None = None) -> RowGroup:
+    """Read and decompress the columns that training needs; `metadata` is the file's."""
+    with pq.ParquetFile(block.path, memory_map=True, metadata=metadata) as file:
         table = file.read_row_group(block.start, columns=["input_ids", "blocks"], use_threads=False)
     ids, blocks = (c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for c in table.columns)
     runs = blocks.values
@@ -82,7 +82,9 @@ def read_batches(corpus: Corpus, chosen: Iterator[Window], capacity: int, worker
         for window in chosen:
             # neighbouring windows share row groups; one that no longer occurs is let go
             needed = np.unique(corpus.groups_of(window.members)).tolist()
-            groups = {n: groups[n] if n in groups else submit(read_row_group, corpus.groups[n]) for n in needed}
+            blocks = {n: corpus.groups[n] for n in needed if n not in groups}
+            read = {n: submit(read_row_group, block, corpus.metadata[block.path]) for n, block in blocks.items()}
+            groups = {n: read[n] if n in read else groups[n] for n in needed}
             for first in range(0, window.bounds.size - 1, PACKS_AT_ONCE):
                 part = window.select(slice(first, first + PACKS_AT_ONCE))
                 ahead.append(submit(_lay_out, corpus, part, groups, capacity))
