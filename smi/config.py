@@ -86,6 +86,8 @@ class DataConfig:
     synthetic: `max_questions` a conversation, and `held_out_tasks` conversations to play after training; files:
     `train_files`, `val_files` and their `adapter`; mixture: what was prepared in the directory `mixture` (or is in
     that file, compiled by others), or, where that is null, `source`, each with files below `mirror`, as they are.
+    `workers`: threads that read a prepared mixture ahead. `on_change`: refuse a checkpoint of another seed, window,
+    pack length or accumulation, or continue with exactly what its epoch has left.
     """
 
     kind: str = MISSING
@@ -102,6 +104,8 @@ class DataConfig:
     window: int = 512
     val_fraction: float = 0.0
     val_batches: int = 16
+    workers: int = 2
+    on_change: str = "refuse"
 
 
 @dataclass
@@ -219,6 +223,7 @@ class Config:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.kind": ("synthetic", "files", "mixture"),
+    "data.on_change": ("refuse", "continue"),
     "prepare.on_shortfall": ("error", "accept"),
     "prepare.dedupe": ("exact", "normalised", "near"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
@@ -241,6 +246,7 @@ LEAST: dict[str, float] = {
     "data.max_questions": 1,
     "data.held_out_tasks": 0,
     "data.val_batches": 1,
+    "data.workers": 0,
     "prepare.workers": 0,
     "prepare.row_timeout": 0.1,
     "prepare.tokens": 1,

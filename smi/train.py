@@ -28,15 +28,14 @@ def train(config: Config) -> dict[str, float]:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from rich.console import Console
 
+    from smi.data.recipe import build_data, build_tokenizer
     from smi.training.callbacks import ProgressReport
     from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
     from smi.training.export import export_model, write_card
     from smi.training.module import SMIModule
     from smi.training.setup import (
-        build_data,
         build_logger,
         build_model,
-        build_tokenizer,
         evaluate_tasks,
         find_checkpoint,
         optimization,

@@ -29,14 +29,26 @@ def test_labels_are_the_next_token_and_never_cross_a_document() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
     assert batch.cu_seqlens.tolist() == [0, 4, 7, 8]
     assert (batch.tokens, batch.documents, batch.supervised_tokens, batch.fill) == (8, 3, 4, 0.8)
-    dtypes = {f.name: getattr(batch, f.name).dtype for f in fields(batch)[:5]}
+    dtypes = {f.name: getattr(batch, f.name).dtype for f in fields(batch)[:4]}
     assert dtypes == {
         "input_ids": torch.int64,
         "labels": torch.int64,
         "cu_seqlens": torch.int32,
-        "position_ids": torch.int64,
         "block_types": torch.uint8,
     }
+
+
+def test_documents_as_rows_of_their_own() -> None:
+    batch = pack([FIRST, THIRD, SECOND])
+    assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 2, 2, 2]]
+    assert batch.document_ids.dtype == torch.int32
+    padded = batch.padded(pad_id=99)
+    assert padded.input_ids.tolist() == [[10, 11, 12, 13], [30, 99, 99, 99], [20, 21, 22, 99]]
+    assert padded.labels.tolist() == [[-100, 12, 13, -100], [-100] * 4, [21, 22, -100, -100]]
+    assert padded.attention_mask.sum(1).tolist() == [4, 1, 3]
+    assert padded.position_ids.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [0, 1, 2, 0]]
+    assert padded.block_types.tolist() == [[4, 7, 10, 10], [10, 0, 0, 0], [6, 10, 10, 0]]
+    assert repr(padded) == "PaddedBatch(3 documents of at most 4 tokens, fill 66.7%, cpu)"
 
 
 def test_packing_takes_the_documents_named_in_their_order() -> None:

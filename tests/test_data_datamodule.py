@@ -220,18 +220,23 @@ def test_held_out_rows_never_train(rows: SourceSpec) -> None:
 
 
 def test_validation_is_bounded_and_may_come_from_files_of_its_own(rows: SourceSpec, tmp_path: Path) -> None:
-    # the first 30 rows of a.jsonl again: they must not train
-    write_rows(tmp_path / "val.json", 30, "a")
-    (tmp_path / "val.json").rename(tmp_path / "val.jsonl.txt")
-    copied = (tmp_path / "val.jsonl.txt").read_text().splitlines()
-    (tmp_path / "val.json").write_text(f"[{','.join(copied)}]")
-    data = module(rows, steps=60, val=SourceSpec("val", str(tmp_path / "val.json"), "aya"), val_batches=100)
-    held_out = {text for batch in data.val_dataloader() for text in texts(batch)}
-    assert held_out == {f"a {n}" for n in range(30)}
-    assert not held_out & {text for batch in data.train_dataloader() for text in texts(batch)}
-    assert data.account.rejected["held_out"] % 30 == 0
+    write_rows(tmp_path / "val.json", 30, "v")
+    lines = (tmp_path / "val.json").read_text().splitlines()
+    (tmp_path / "val.json").write_text(f"[{','.join(lines)}]")
+    val = SourceSpec("val", str(tmp_path / "val.json"), "aya")
+    data = module(rows, steps=60, val=val, val_batches=100)
+    assert {text for batch in data.val_dataloader() for text in texts(batch)} == {f"v {n}" for n in range(30)}
+    assert len({text for batch in data.train_dataloader() for text in texts(batch)}) == 120
     assert len(module(rows, val_fraction=0.5, val_batches=2).val_dataloader()) == 2
     assert module(rows).val_dataloader() == []
+
+
+def test_a_row_in_training_and_in_validation_is_an_error(rows: SourceSpec, tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    write_rows(tmp_path / "val" / "val.jsonl", 1, "a")
+    data = module(rows, steps=60, val=SourceSpec("val", str(tmp_path / "val" / "val.jsonl"), "aya"))
+    with pytest.raises(ValueError, match=r"a.jsonl.* is among the validation rows as well: take it out of one"):
+        list(data.train_dataloader())
 
 
 def test_sources_that_make_conversations_hold_out_their_own() -> None:

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -15,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from preparing import plan, write_sources
 
 from smi.config import config_dir, judge, register
+from smi.data.mixture import prepare
 from smi.model import RWKV7Config, RWKV7ForCausalLM
 from smi.model.checkpoint import load_pretrained, save_native
 from smi.tokenizer import load_tokenizer
@@ -64,6 +67,28 @@ def run(*arguments, cwd, code=0):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == code, output
     return output
+
+
+def assert_identical(there, here, place=""):
+    """Equal to the last bit, tensors within plain values."""
+    if isinstance(there, torch.Tensor):
+        assert torch.equal(there, here), place
+    elif isinstance(there, dict):
+        assert there.keys() == here.keys(), place
+        for key in there:
+            assert_identical(there[key], here[key], f"{place}/{key}")
+    elif isinstance(there, list | tuple):
+        assert len(there) == len(here), place
+        for index, (a, b) in enumerate(zip(there, here, strict=True)):
+            assert_identical(a, b, f"{place}/{index}")
+    else:
+        assert there == here, place
+
+
+def state(run_dir, step):
+    """Weights, optimizer state and schedule after a step."""
+    checkpoint = torch.load(run_dir / "checkpoints" / f"step-{step}.ckpt", weights_only=True)
+    return {name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
 
 
 def losses(run_dir):
@@ -188,6 +213,48 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(quickstart, tmp_path):
     assert "going on from" in output
     # every step is logged, those before the kill too unless they were still in memory
     resumed, whole = losses(tmp_path / "run"), losses(undisturbed)
+    assert max(resumed) == max(whole)
+    assert resumed == {step: whole[step] for step in resumed}
+    assert_identical(state(tmp_path / "run", 6), state(undisturbed, 6))
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_five_times_equals_one_that_is_not(tmp_path):
+    """On a prepared mixture, several epochs of it, at random moments: between checkpoints and within them."""
+    write_sources(tmp_path)
+    prepare(plan(tmp_path), tmp_path / "mixture")
+    arguments = [
+        "data=prepared",
+        f"data.mixture={tmp_path / 'mixture'}",
+        "data.max_length=400",
+        "data.pack_length=512",
+        "data.window=64",
+        "data.val_fraction=0.1",
+        "data.val_batches=2",
+        "tokenizer.source=compact",
+        *SMALL,
+        "trainer.max_steps=60",
+        "trainer.accumulate=2",
+        "trainer.val_every=20",
+        "trainer.checkpoint_every=3",
+    ]
+    run(*arguments, "paths.run_dir=whole", cwd=tmp_path)
+    rng = random.Random(1)
+    killed = tmp_path / "killed"
+    for step in sorted(rng.sample(range(3, 58, 3), 5)):
+        resume = ["resume=auto"] if killed.exists() else []
+        process = start(*arguments, "paths.run_dir=killed", *resume, cwd=tmp_path)
+        deadline = time.monotonic() + 240
+        while not any((killed / "checkpoints" / f"step-{n}.ckpt").exists() for n in range(step, 61)):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    run(*arguments, "paths.run_dir=killed", "resume=auto", cwd=tmp_path)
+    assert_identical(state(killed, 60), state(tmp_path / "whole", 60))
+    resumed, whole = losses(killed), losses(tmp_path / "whole")
     assert max(resumed) == max(whole)
     assert resumed == {step: whole[step] for step in resumed}
 

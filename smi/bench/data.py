@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import statistics
+import tempfile
 import time
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from smi.bench.measure import Figure, alternate, duration
+from smi.data.mixing import PreparedTraining
+from smi.data.order import Corpus, Place, Shuffle
 from smi.data.packing import pack_lengths, pack_windows
+from smi.data.pipeline import RowAccount
+from smi.data.prepared import PreparedSource
+from smi.data.shards import SCHEMA, write_shard
+from smi.training.memory import keep_freed_memory
 
 CAPACITY = 2048
 DOCUMENTS = 1_000_000
 # the peer takes about half a minute for them all; its time grows a little faster than their number
 PEER_DOCUMENTS = 100_000
+# of the mixture that is read: a tenth of a gigabyte of ids
+READ_DOCUMENTS = 49_152
+SHARD_ROWS, GROUP_ROWS = 16_384, 1024
+ROUNDS = 5
 
 
 def run() -> dict[str, Figure]:
     """All figures of the suite. ValueError names a peer that is not installed."""
-    return packing()
+    return packing() | loader()
 
 
 def lengths(count: int) -> np.ndarray:
@@ -87,3 +102,83 @@ def _trl(documents: np.ndarray) -> Any:
     rows = datasets.Dataset(InMemoryTable(table))
     datasets.disable_progress_bars()
     return lambda: len(pack_dataset(rows, CAPACITY, strategy="bfd", map_kwargs={"batch_size": len(rows)}))
+
+
+def loader() -> dict[str, Figure]:
+    """From a prepared mixture to packed batches, against bare column reading by pyarrow, in turns."""
+    # as the trainer does
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        source = _mixture(Path(folder), lengths(READ_DOCUMENTS))
+        corpus = Corpus([source])
+        training = PreparedTraining(corpus, Shuffle(0, 4096, CAPACITY), 0.0, workers=2)
+        rates: dict[str, list[float]] = {"ours": [], "bare": []}
+        for turn in range(ROUNDS + 1):
+            for name in sorted(rates, reverse=turn % 2 == 0):
+                began = time.perf_counter()
+                documents = _read_batches(training) if name == "ours" else _read_columns(source)
+                if turn:
+                    rates[name].append(documents / (time.perf_counter() - began))
+    ours, bare = (statistics.median(rates[name]) for name in ("ours", "bare"))
+    ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["bare"], strict=True))
+    detail = (
+        f"{ours:,.0f} documents of {corpus.tokens.mean():.0f} tokens a second ({ours * corpus.tokens.mean():,.0f} "
+        f"tokens) into packs of {CAPACITY:,}; bare pyarrow reads the columns of {bare:,.0f}"
+    )
+    return {
+        "loader_docs_per_s": Figure(ours, detail, at_least=min(80_000, 0.6 * bare)),
+        "loader_vs_arrow": Figure(ratio, detail, at_least=min(0.6, 80_000 / bare)),
+    }
+
+
+def _read_batches(training: PreparedTraining) -> int:
+    """Documents that came out in batches, of an epoch or a little more."""
+    documents = 0
+    for batch in training.batches(Place(), 0, 1, RowAccount(), lambda epoch, packs: None):
+        documents += batch.documents
+        if documents >= len(training.corpus):
+            break
+    return documents
+
+
+def _read_columns(source: PreparedSource) -> int:
+    """Documents whose columns were read, as views."""
+    documents = 0
+    for shard in source.shards:
+        with pq.ParquetFile(shard, memory_map=True) as file:
+            for group in range(file.metadata.num_row_groups):
+                rows = file.read_row_group(group, columns=["input_ids", "blocks"])
+                rows.column("input_ids").chunk(0).values.to_numpy()
+                documents += rows.num_rows
+    return documents
+
+
+def _mixture(folder: Path, every: np.ndarray) -> PreparedSource:
+    """A prepared source of documents of these lengths; ids as skewed as words are, half of them supervised."""
+    rng = np.random.default_rng(0)
+    words = np.minimum(rng.zipf(1.2, 1 << 20), 65_535).astype(np.int32)
+    shards = []
+    for first in range(0, every.size, SHARD_ROWS):
+        shards.append(folder / f"{first}.parquet")
+        part = every[first : first + SHARD_ROWS]
+        write_shard(shards[-1], (_rows(part[i : i + GROUP_ROWS], words, rng) for i in range(0, part.size, GROUP_ROWS)))
+    return PreparedSource("bench", shards, 1.0, 1, [])
+
+
+def _rows(tokens: np.ndarray, words: np.ndarray, rng: np.random.Generator) -> pa.RecordBatch:
+    count, total = tokens.size, int(tokens.sum())
+    bounds = np.concatenate(([0], np.cumsum(tokens))).astype(np.int32)
+    starts = rng.integers(0, words.size - CAPACITY, -(-total // CAPACITY))
+    ids = np.concatenate([words[start : start + CAPACITY] for start in starts])[:total]
+    runs = np.stack([tokens // 2, tokens - tokens // 2], axis=1).ravel().astype(np.int32)
+    kinds, supervised = np.tile(np.array([4, 7], np.uint8), count), np.tile([False, True], count)
+    fields = list(SCHEMA.field("blocks").type.value_type)
+    members = pa.StructArray.from_arrays([pa.array(kinds), pa.array(supervised), pa.array(runs)], fields=fields)
+    columns = {
+        "input_ids": pa.ListArray.from_arrays(pa.array(bounds), pa.array(ids)),
+        "blocks": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * 2), members),
+        "tokens": pa.array(tokens.astype(np.int32)),
+        "supervised_tokens": pa.array((tokens - tokens // 2).astype(np.int32)),
+    }
+    empty = {field.name: pa.nulls(count, field.type) for field in SCHEMA}
+    return pa.record_batch(empty | columns, schema=SCHEMA)

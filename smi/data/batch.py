@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +24,6 @@ class PackedBatch:
         labels: int64 [1, T]; `labels[0, t]` is the id to predict after reading token t, -100 where that token
             is not supervised and at each document's last token.
         cu_seqlens: int32 [S + 1]; document s is the tokens cu_seqlens[s] to cu_seqlens[s + 1].
-        position_ids: int64 [1, T]; counts from 0 in each document.
         block_types: uint8 [1, T]; BlockType of the token to predict, so that it goes with `labels`. A
             document's last token predicts nothing and carries its own type.
         capacity: tokens the row could have held.
@@ -37,7 +36,6 @@ class PackedBatch:
     input_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor
-    position_ids: Tensor
     block_types: Tensor
     capacity: int
     supervised_tokens: int = field(init=False)
@@ -50,7 +48,6 @@ class PackedBatch:
         expected = {
             "input_ids": torch.int64,
             "labels": torch.int64,
-            "position_ids": torch.int64,
             "block_types": torch.uint8,
         }
         for name, dtype in expected.items():
@@ -85,6 +82,41 @@ class PackedBatch:
         """Share of the capacity that is in use, 0 to 1."""
         return self.tokens / self.capacity
 
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [1, T]: the place of each token in its document, from 0."""
+        starts = self.cu_seqlens[:-1].long().repeat_interleave(self.cu_seqlens.diff(), output_size=self.tokens)
+        return (torch.arange(self.tokens, device=starts.device) - starts)[None]
+
+    @property
+    def document_ids(self) -> Tensor:
+        """int32 [1, T]: the number of each token's document, from 0."""
+        lengths = self.cu_seqlens.diff()
+        numbers = torch.arange(self.documents, dtype=torch.int32, device=lengths.device)
+        return numbers.repeat_interleave(lengths, output_size=self.tokens)[None]
+
+    def padded(self, pad_id: int = 0) -> PaddedBatch:
+        """The documents as rows of their own, for models that know no boundaries."""
+        document, position = self.document_ids.long(), self.position_ids
+        shape = (self.documents, int(position.max()) + 1)
+
+        def spread(tensor: Tensor, fill: int) -> Tensor:
+            rows = tensor.new_full(shape, fill)
+            rows[document, position] = tensor
+            return rows
+
+        return PaddedBatch(
+            input_ids=spread(self.input_ids, pad_id),
+            labels=spread(self.labels, IGNORE),
+            attention_mask=spread(torch.ones_like(self.input_ids, dtype=torch.bool), 0),
+            position_ids=spread(position, 0),
+            block_types=spread(self.block_types, 0),
+        )
+
+    def unsupervised(self) -> PackedBatch:
+        """The same tokens with nothing to learn or to measure: adds nothing to any sum."""
+        return replace(self, labels=torch.full_like(self.labels, IGNORE))
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on a device; copies from pinned memory do not block."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
@@ -105,6 +137,28 @@ class PackedBatch:
             f"PackedBatch({self.documents} documents, {self.tokens:,} tokens, "
             f"{self.supervised_tokens:,} supervised, fill {self.fill:.1%}, {self.input_ids.device})"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Documents in a row each, filled up to the longest one; see `PackedBatch.padded`.
+
+    Args:
+        input_ids, labels, position_ids: int64 [S, L], as in a `PackedBatch`. Padding has no labels.
+        attention_mask: bool [S, L]; False for padding, which is on the right.
+        block_types: uint8 [S, L].
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    block_types: Tensor
+
+    def __repr__(self) -> str:
+        rows, length = self.input_ids.shape
+        share = float(self.attention_mask.float().mean())
+        return f"PaddedBatch({rows} documents of at most {length:,} tokens, fill {share:.1%}, {self.input_ids.device})"
 
 
 def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capacity: int | None = None) -> PackedBatch:
@@ -134,15 +188,62 @@ def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capa
     labels[last] = IGNORE
     targets = np.append(types[1:], types[-1:])
     targets[last] = types[last]
-    positions = np.arange(ids.size, dtype=np.int64) - np.repeat(bounds[:-1], lengths)
     return PackedBatch(
         input_ids=torch.from_numpy(ids)[None],
         labels=torch.from_numpy(labels)[None],
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-        position_ids=torch.from_numpy(positions)[None],
         block_types=torch.from_numpy(targets)[None],
         capacity=ids.size if capacity is None else capacity,
     )
+
+
+def cut(
+    ids: np.ndarray,
+    labels: np.ndarray,
+    types: np.ndarray,
+    *,
+    lengths: np.ndarray,
+    supervised: np.ndarray,
+    bounds: np.ndarray,
+    capacity: int,
+) -> list[PackedBatch]:
+    """Packs that are laid out one behind another, as batches that are views of the same memory.
+
+    The checks of `PackedBatch`, once for all of them.
+
+    Args:
+        ids, labels: int64 [tokens].
+        types: uint8 [tokens].
+        lengths, supervised: int64 [documents], tokens of each document, and labels that are not -100.
+        bounds: int64 [packs + 1], ascending from 0: the documents of each pack.
+        capacity: tokens of a pack.
+
+    Raises:
+        ValueError: more tokens in a pack than the capacity, or a label at a document's last token.
+    """
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    assert lengths.min() >= 1, "a document is empty"
+    assert ends[-1] == ids.size == labels.size == types.size
+    if (labels[ends[1:] - 1] != IGNORE).any():
+        raise ValueError("labels at a document's last token must be -100: it predicts nothing")
+    starts = ends[bounds]
+    if (sizes := np.diff(starts)).max() > capacity:
+        raise ValueError(f"{sizes.max()} tokens are more than the capacity of {capacity}")
+    # each pack has one boundary more than documents
+    pack_of = np.repeat(np.arange(sizes.size), np.diff(bounds) + 1)
+    cu_seqlens = torch.from_numpy((ends[np.arange(pack_of.size) - pack_of] - starts[pack_of]).astype(np.int32))
+    # one call cuts a whole row: slicing it pack by pack would take longer than reading the documents
+    row = {"input_ids": ids, "labels": labels, "block_types": types}
+    parts = [torch.from_numpy(array)[None].split(sizes.tolist(), dim=1) for array in row.values()]
+    parts.append(cu_seqlens.split((np.diff(bounds) + 1).tolist()))
+    counts = np.add.reduceat(supervised, bounds[:-1]).tolist()
+    batches = []
+    for *tensors, count in zip(*parts, counts, strict=True):
+        batch = object.__new__(PackedBatch)
+        batch.__dict__.update(zip((*row, "cu_seqlens"), tensors, strict=True))
+        batch.__dict__.update(capacity=capacity, supervised_tokens=count)
+        batches.append(batch)
+    return batches
 
 
 def _short(bounds: list[int]) -> str:

@@ -3,7 +3,9 @@
 The training stream is endless: epochs follow each other, each in an order of its own. Within an epoch the
 blocks of each source's files are shuffled, sources are mixed by weight, and windows of documents are shuffled
 and packed. The sequence of packs is a pure function of the data, the settings and the seed; rank r of W takes
-the packs r, r + W, r + 2 W, ... of it, so every rank always has a next batch.
+the packs r, r + W, r + 2 W, ... of it, so every rank always has a next batch. A prepared mixture is planned from
+its lengths (`smi.data.order`) and read by threads (`smi.data.reading`); rows of any other kind are compiled as
+they come.
 
 How a run resumes is told in `smi.data.loader`.
 """
@@ -18,11 +20,15 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from smi.data.batch import PackedBatch, pack
+from smi.data.describe import Description, Facts
 from smi.data.loader import FixedBatches, Prefetch, TrainLoader
+from smi.data.mixing import OnEpoch, PreparedTraining
+from smi.data.order import Corpus, Place, Shuffle
 from smi.data.packing import pack_windows
 from smi.data.pipeline import (
     AnySource,
@@ -34,6 +40,7 @@ from smi.data.pipeline import (
     epoch_documents,
     share_of,
 )
+from smi.data.prepared import PreparedSource
 from smi.data.shards import identities
 from smi.data.sources import SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
@@ -68,6 +75,9 @@ class SMIDataModule(LightningDataModule):
         accumulate: micro-batches of an optimizer step, per rank.
         start: micro-batches at the head of the stream to leave out, per rank; for a run that goes on from the
             weights of another one alone.
+        workers: threads that read ahead, where all of `train` is prepared; the order does not depend on them.
+        on_change: what a checkpoint of another seed, window, pack length, accumulation or number of ranks meets.
+            "refuse" names what differs; "continue" goes on with exactly the documents that its epoch has left.
 
     Raises:
         ValueError: settings that contradict each other; later, missing files, and data without a row that is
@@ -90,6 +100,8 @@ class SMIDataModule(LightningDataModule):
         seed: int = 0,
         accumulate: int = 1,
         start: int = 0,
+        workers: int = 2,
+        on_change: str = "refuse",
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
@@ -101,6 +113,7 @@ class SMIDataModule(LightningDataModule):
             ("window", window, 1),
             ("val_batches", val_batches, 1),
             ("start", start, 0),
+            ("workers", workers, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -113,6 +126,8 @@ class SMIDataModule(LightningDataModule):
             raise ValueError(f"val_fraction must be from 0 up to, not including, 1, not {val_fraction}")
         if val is not None and val_fraction:
             raise ValueError("give either val (sources of their own) or val_fraction (a share of train), not both")
+        if on_change not in ("refuse", "continue"):
+            raise ValueError(f"on_change must be 'refuse' or 'continue', not {on_change!r}")
         check_sources(self.train_sources)
         if self.val_sources is not None:
             check_sources(self.val_sources)
@@ -126,14 +141,54 @@ class SMIDataModule(LightningDataModule):
         self.seed = seed
         self.accumulate = accumulate
         self.start = start
+        self.workers = workers
+        self.on_change = on_change
         self.account = RowAccount()
         """What became of the training rows since the stream was last begun, prefetched batches included."""
         self.val_account = RowAccount()
         self._compiler = Compiler(tokenizer, max_length)
         self._contents: dict[str, list[Any]] = {}
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
+        self._mixture: PreparedTraining | None = None
         # iterators in use, by the loaders; they hold the threads
         self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
+
+    @classmethod
+    def from_recipe(cls, name: str, overrides: Sequence[str] = ()) -> SMIDataModule:
+        """The data of a shipped recipe, as training would see it; for notebooks and scripts.
+
+            dm = SMIDataModule.from_recipe("quickstart", overrides=["data.max_questions=2"])
+
+        Raises ValueError for whatever is wrong with the recipe, the settings or the files.
+        """
+        # imported here: that module makes data modules
+        from smi.data.recipe import build_data, build_tokenizer, read_recipe
+
+        config = read_recipe(name, overrides)
+        return build_data(config, build_tokenizer(config))
+
+    def describe(self, documents: int = 2000) -> Description:
+        """Lengths, packing, sources and supervised share: of a whole epoch of a prepared mixture, otherwise of the
+        first so many `documents`. Shows itself in a notebook, and with rich's `print` in a terminal."""
+        account = self.account
+        found = self._prepared().facts() if self.prepared else self._facts(documents)
+        # a look does not begin a stream
+        self.account = account
+        return Description(found, self.pack_length)
+
+    def _facts(self, documents: int) -> Facts:
+        names: list[str] = []
+        rows: list[tuple[int, int]] = []
+        fills: list[int] = []
+        for members in self.packs():
+            names += [document.where.source for document in members]
+            rows += [(document.tokens, document.targets) for document in members]
+            fills.append(sum(document.tokens for document in members))
+            if len(rows) >= documents or self.account.epochs > 1:
+                break
+        tokens, targets = np.array(rows).T
+        sources, source_of = np.unique(names, return_inverse=True)
+        return Facts(sources.tolist(), source_of, tokens, targets, np.array(fills))
 
     def __getstate__(self) -> dict[str, Any]:
         # threads stay in the process that started them
@@ -147,6 +202,8 @@ class SMIDataModule(LightningDataModule):
         for source in self.train_sources:
             if isinstance(source, SourceSpec):
                 find_files(source, self.root)
+        if self.prepared:
+            self._prepared()
         self._validate()
 
     def teardown(self, stage: str | None = None) -> None:
@@ -159,9 +216,18 @@ class SMIDataModule(LightningDataModule):
         return TrainLoader(self)
 
     def val_dataloader(self) -> FixedBatches | list[Any]:
-        """The validation batches, the whole of them on every rank; an empty list where there are none."""
+        """The validation batches of this rank; an empty list where there are none.
+
+        Ranks share them out evenly: where the last round has too few, a rank gets one without labels, which adds
+        nothing to any sum, so that no rank waits for another.
+        """
         batches, _ = self._validate()
-        return FixedBatches(batches) if batches else []
+        if not batches:
+            return []
+        trainer = self.trainer
+        rank, world_size = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        idle = [batches[0].unsupervised()] * (-len(batches) % world_size)
+        return FixedBatches([*batches, *idle][rank::world_size])
 
     def report(self, console: Console | None = None) -> None:
         """Print what became of the rows, source by source, and one example of each reason to reject a row."""
@@ -188,16 +254,48 @@ class SMIDataModule(LightningDataModule):
         self.account = account
         return previews
 
+    @property
+    def shuffle(self) -> Shuffle:
+        """What the order of the stream depends on, beside the data."""
+        return Shuffle(self.seed, self.window, self.pack_length)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether all training data is a prepared mixture, whose order is known without reading it."""
+        return all(isinstance(source, PreparedSource) for source in self.train_sources)
+
+    def batches(self, place: Place, rank: int, world_size: int, on_epoch: OnEpoch) -> Iterator[PackedBatch]:
+        """One rank's share of the training stream from a place on, without end.
+
+        Begins a new `account`. `on_epoch` is told of each epoch that begins, and of the packs before it, counted
+        from the beginning of the place's own; an unprepared stream is one long epoch to it.
+
+        Raises ValueError with the account where an epoch holds no document.
+        """
+        if self.prepared:
+            mixture = self._prepared()
+            self.account = account = RowAccount()
+            return mixture.batches(place, rank, world_size, account, on_epoch)
+        on_epoch(0, 0)
+        packs = itertools.islice(self.packs(), place.packs + rank, None, world_size)
+        return (self.batch(members) for members in packs)
+
     def packs(self) -> Iterator[list[Document]]:
         """The documents of each pack of the training stream, from its beginning and without end.
 
         Begins a new `account`. Raises ValueError with the account where an epoch holds no document.
         """
+        if self.prepared:
+            mixture = self._prepared()
+            self.account = account = RowAccount()
+            return mixture.packs(account)
         held_out = self._validate()[1]
         files = _by_content(self.train_sources)
 
         def refuse(source: str, mark: bytes) -> str | None:
-            out = mark in held_out or (source in files and share_of(mark) < self.val_fraction)
+            # rows of validation files of their own are no part of the training data: see _checked
+            out = self.val_sources is None and mark in held_out
+            out = out or (source in files and share_of(mark) < self.val_fraction)
             return "held_out" if out else None
 
         # the latest stream is the one reported
@@ -218,7 +316,7 @@ class SMIDataModule(LightningDataModule):
             )
             pack_count = 0
             for members in pack_windows(
-                ((document, document.tokens) for document in documents),
+                ((document, document.tokens) for document in self._checked(documents)),
                 window=self.window,
                 capacity=self.pack_length,
                 rng=Random(f"{order}/packs"),
@@ -227,6 +325,26 @@ class SMIDataModule(LightningDataModule):
                 yield members
             if not pack_count:
                 raise ValueError(f"no training row was accepted, so there is nothing to train on\n{account}")
+
+    def _checked(self, documents: Iterator[Document]) -> Iterator[Document]:
+        held_out = self._validate()[1]
+        for document in documents:
+            if document.fingerprint in held_out:
+                raise ValueError(f"{document.where} is among the validation rows as well: take it out of one of them")
+            yield document
+
+    def _prepared(self) -> PreparedTraining:
+        """The mixture, without what is held out. Made once."""
+        if self._mixture is None:
+            sources = [source for source in self.train_sources if isinstance(source, PreparedSource)]
+            mixture = PreparedTraining(Corpus(sources), self.shuffle, self.val_fraction, self.workers)
+            if self.val_sources is not None and (leaks := mixture.among(self._validate()[1])):
+                raise ValueError(
+                    f"{leaks:,} documents of the mixture are among the validation rows as well: prepare the mixture "
+                    "with prepare.held_out_files, or validate on other files"
+                )
+            self._mixture = mixture
+        return self._mixture
 
     def _validate(self) -> tuple[list[PackedBatch], frozenset[bytes]]:
         """Validation batches, and the fingerprints of the documents in them. Made once."""
@@ -240,6 +358,9 @@ class SMIDataModule(LightningDataModule):
             if not self.val_fraction:
                 return [], frozenset()
             sources = self.train_sources
+        if self.val_sources is None and self.prepared:
+            self.val_account = RowAccount()
+            return self._prepared().validation(self.val_batches, self.val_account), frozenset()
         share = 1.0 if self.val_sources is not None else self.val_fraction
         files = _by_content(sources)
         self.val_account = account = RowAccount()
@@ -298,10 +419,8 @@ class SMIDataModule(LightningDataModule):
             "validation": _digest(marks),
             "val_fraction": self.val_fraction,
             "tokenizer": getattr(self.tokenizer, "fingerprint", None),
-            "seed": self.seed,
             "max_length": self.max_length,
-            "pack_length": self.pack_length,
-            "window": self.window,
+            **vars(self.shuffle),
             "accumulate": self.accumulate,
             "start": self.start,
             "world_size": world_size,

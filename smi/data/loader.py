@@ -1,12 +1,14 @@
 """Loaders: a training stream that Lightning can resume exactly, and fixed validation batches.
 
 There is no cursor that could disagree with the weights: under a Trainer the position *is* the optimizer
-step. `iter(loader)` makes the stream again from its beginning and leaves out the first
-`global_step * accumulate` micro-batches. Lightning restores `global_step` before it asks for the iterator,
-and the loader has a length, which keeps Lightning from fetching a batch ahead of the one it trains on. A
-checkpoint from the middle of a step holds no gradients, so that step is made again from its first
-micro-batch. The `state_dict` of the loader carries what the order depends on, and a checkpoint of other data
-or settings is refused. Without a Trainer the same `state_dict` carries the position.
+step. Lightning restores `global_step` before it asks for the iterator, and the loader has a length, which keeps
+Lightning from fetching a batch ahead of the one it trains on. A checkpoint from the middle of a step holds no
+gradients, so that step is made again from its first micro-batch. The stream of packs is one for all ranks, and so
+is the position: the `state_dict` that Lightning saves on rank 0 alone is that of every rank. It says at which
+`Place` of the stream the step began, and what the order depends on; a checkpoint of other data is refused, one of
+other settings as well unless the data module was told to go on. Without a Trainer the same `state_dict` carries
+the position. A prepared mixture finds its place without reading what came before; rows that are compiled on the
+way are compiled again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from smi.data.order import Place, Shuffle
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
     from smi.data.batch import PackedBatch
     from smi.data.datamodule import SMIDataModule
 
+# how the stream is dealt out, which changes nothing of its order
+SHARING = ("accumulate", "world_size")
 # batches that the thread runs ahead
 PREFETCH = 4
 
@@ -39,8 +46,13 @@ class TrainLoader:
 
     def __init__(self, data: SMIDataModule) -> None:
         self._data = data
-        self._next = 0
         self._handed_out = 0
+        # batches before those of this iterator: of an earlier run, where a state was loaded
+        self._first = 0
+        self._saved: dict[str, Any] | None = None
+        self._place: Place | None = None
+        # of the epochs of this iterator: how many packs came before each, from the beginning of the first one
+        self._epochs: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         return self._data.steps * self._data.accumulate
@@ -49,50 +61,85 @@ class TrainLoader:
         """Begin to stream; returns when the first batch is there, so that errors show before training."""
         data = self._data
         trainer = data.running()
+        saved = self._saved
         if trainer is None:
             rank, world_size, pin = 0, 1, False
-            first, last = self._next, max(self._next, len(self))
+            first = 0 if saved is None else saved["batches"]
+        elif getattr(trainer.fit_loop, "_combined_loader_states_to_load", None):
+            # lightning only tries whether this can be iterated over, and loads the state after that
+            return iter(())
         else:
             rank, world_size = trainer.global_rank, trainer.world_size
             pin = trainer.strategy.root_device.type == "cuda"
-            first, last = _consumed(trainer, data.accumulate), None
-        self._next = 0
-        self._handed_out = first
-        packs = itertools.islice(
-            data.packs(),
-            (data.start + first) * world_size + rank,
-            None if last is None else (data.start + last) * world_size,
-            world_size,
-        )
-        batches = (data.batch(members) for members in packs)
+            then = data.accumulate if saved is None else saved["settings"]["accumulate"]
+            first = _consumed(trainer, data.accumulate, then)
+        # the state is of this very step, unless the trainer has gone on and asks for another iterator
+        since = 0
+        if saved is not None and trainer is not None:
+            since = first - saved["batches"] // saved["settings"]["accumulate"] * data.accumulate
+        place = self._begin(first, world_size)
+        place = replace(place, packs=place.packs + since * world_size)
+        # a trainer counts its steps itself; alone, a loaded state is used once
+        if trainer is None:
+            self._saved = None
+        self._place, self._epochs = place, []
+        self._first = self._handed_out = first
+        batches = data.batches(place, rank, world_size, lambda epoch, packs: self._epochs.append((epoch, packs)))
+        if trainer is None:
+            batches = itertools.islice(batches, max(0, len(self) - first))
         if pin:
             batches = (batch.pin_memory() for batch in batches)
         prefetch = Prefetch(batches, PREFETCH, self._count)
         data.live.add(prefetch)
         return prefetch
 
+    def _begin(self, first: int, world_size: int) -> Place:
+        """The place that was loaded, under today's settings; without one, that after `first` batches a rank."""
+        data, saved = self._data, self._saved
+        if saved is None:
+            return Place(0, (data.start + first) * world_size)
+        place, settings = Place.from_dict(saved["place"]), saved["settings"]
+        before = Shuffle(*(settings[name] for name in ("seed", "window", "pack_length")))
+        if before != data.shuffle:
+            place = place.under_other_settings(before)
+        return place
+
     def _count(self) -> None:
         self._handed_out += 1
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on; plain values, the same on every rank."""
-        return {"batches": self._handed_out, "settings": self._data.settings(self._world_size())}
+        data = self._data
+        trainer, world_size = data.running(), self._world_size()
+        batches = self._handed_out if trainer is None else trainer.global_step * data.accumulate
+        if self._place is None:
+            place = self._begin(batches, world_size)
+        else:
+            packs = self._place.packs + (batches - self._first) * world_size
+            epoch, before = max((entry for entry in self._epochs if entry[1] <= packs), default=(self._place.epoch, 0))
+            place = Place(epoch, packs - before, self._place.legs if epoch == self._place.epoch else ())
+        return {"batches": batches, "place": place.to_dict(), "settings": data.settings(world_size)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved position. Raises ValueError where data or settings have changed, naming both."""
-        now = self._data.settings(self._world_size())
-        then = state_dict["settings"]
-        changed = [
-            f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
-            for key in dict.fromkeys((*then, *now))
-            if then.get(key) != now.get(key)
-        ]
-        if changed:
-            raise ValueError(
-                f"the checkpoint belongs to another order of batches: {'; '.join(changed)}. "
-                "Set them back to resume, or start a new run from the weights"
+        data = self._data
+        now, then = data.settings(self._world_size()), state_dict["settings"]
+        changed = {key: (then.get(key), now.get(key)) for key in (*then, *now) if then.get(key) != now.get(key)}
+        # the order of a stream that is not prepared is known by going through it only
+        free = SHARING if not data.prepared else (*SHARING, *vars(data.shuffle))
+        fixed = [key for key in changed if key not in free]
+        if changed and (fixed or data.on_change == "refuse"):
+            named = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
+            hint = (
+                f"Set {', '.join(fixed)} back to resume, or start a new run from the weights"
+                if fixed
+                else "Set them back to resume, or add data.on_change=continue (on_change='continue') to go on with "
+                "exactly the documents that this epoch has left"
             )
-        self._next = state_dict["batches"]
+            raise ValueError(f"the checkpoint belongs to another order of batches: {named}. {hint}")
+        self._saved = state_dict
+        self._handed_out = state_dict["batches"]
+        self._place = None
 
     def _world_size(self) -> int:
         trainer = self._data.running()
@@ -112,27 +159,31 @@ class FixedBatches(Sequence["PackedBatch"]):
         return self._batches[index]
 
 
-def _consumed(trainer: Trainer, accumulate: int) -> int:
-    """Micro-batches that went into the weights the trainer holds, on each rank."""
+def _consumed(trainer: Trainer, accumulate: int, then: int) -> int:
+    """Micro-batches that went into the weights the trainer holds, on each rank, in units of today's steps.
+
+    `then`: micro-batches of a step in the run that wrote the trainer's counters.
+    """
     automatic = trainer.lightning_module.automatic_optimization
     if automatic and trainer.accumulate_grad_batches != accumulate:
         raise ValueError(
             f"the trainer accumulates {trainer.accumulate_grad_batches} batches a step, "
             f"the data module was told {accumulate}; give both the same number"
         )
-    consumed = trainer.global_step * accumulate
     # its annotations promise less than the counters have
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    surplus = progress.total.processed - consumed
-    if not -1 <= surplus < accumulate:
+    surplus = progress.total.processed - trainer.global_step * then
+    if not -1 <= surplus < then and progress.total.processed != trainer.global_step * accumulate:
         raise ValueError(
             f"the trainer made {trainer.global_step} steps from {progress.total.processed} batches, which is "
-            f"not {accumulate} a step; limit_train_batches must be a multiple of accumulate"
+            f"not {then} a step; limit_train_batches must be a multiple of accumulate"
         )
-    if surplus:
-        # saved in the middle of a step: let Lightning count from where that step begins
+    consumed = trainer.global_step * accumulate
+    if progress.total.processed != consumed:
+        # saved in the middle of a step, or with steps of another size: let Lightning count from where the step begins
+        moved = consumed - progress.total.processed
         for count in (progress.total, progress.current):
-            count.ready = count.started = count.completed = count.processed = count.processed - surplus
+            count.ready = count.started = count.completed = count.processed = count.processed + moved
     return consumed
 
 

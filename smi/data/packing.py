@@ -7,6 +7,7 @@ without cutting what somebody said.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,6 +78,11 @@ def best_fit_decreasing(lengths: ArrayLike, capacity: int) -> list[list[int]]:
     return pack_lengths(lengths, capacity).lists()
 
 
+def permutation(rng: Random, count: int) -> NDArray[np.int64]:
+    """A random order of `count` things, int64 [count]; from bits that are the same in every version of Python."""
+    return np.argsort(np.frombuffer(rng.randbytes(8 * count), "<u8"), kind="stable")
+
+
 def pack_windows(documents: Iterable[tuple[T, int]], *, window: int, capacity: int, rng: Random) -> Iterator[list[T]]:
     """Pack a stream: gather `window` documents, shuffle them, pack them, hand the packs out in random order.
 
@@ -90,48 +96,82 @@ def pack_windows(documents: Iterable[tuple[T, int]], *, window: int, capacity: i
         capacity: tokens that fit into one pack.
         rng: source of the shuffles.
     """
-    waiting: list[tuple[T, int]] = []
-    waited = 0
-    for document in documents:
-        waiting.append(document)
-        if len(waiting) < window:
-            continue
-        packs, carried = _pack_window(waiting, waited, capacity, rng)
-        yield from packs
-        waiting, waited = carried, len(carried)
-    if waiting:
-        # what waited may go on waiting no longer
-        packs, _ = _pack_window(waiting, len(waiting), capacity, rng)
-        yield from packs
+    stream = iter(documents)
+    carried: list[tuple[T, int]] = []
+    while True:
+        waiting = [*carried, *itertools.islice(stream, window - len(carried))]
+        if not waiting:
+            return
+        lengths = np.array([tokens for _, tokens in waiting], dtype=np.int64)
+        last = len(waiting) < window
+        members, bounds, kept = _pack_window(lengths, len(waiting) if last else len(carried), capacity, rng)
+        for start, end in pairwise(bounds.tolist()):
+            yield [waiting[index][0] for index in members[start:end].tolist()]
+        if last:
+            return
+        carried = [waiting[index] for index in kept.tolist()]
+
+
+def pack_order(
+    lengths: NDArray[np.integer], *, window: int, capacity: int, rng: Random
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """`pack_windows` on lengths alone, window by window.
+
+    Args:
+        lengths: int [n], the tokens of the documents, in the order of the stream.
+
+    Yields:
+        The documents of a window's packs, as places in the stream, int64 [members], and where each pack begins and
+        ends among them, int64 [packs + 1].
+    """
+    carried = np.empty(0, dtype=np.int64)
+    taken, last = 0, False
+    while not last:
+        fresh = np.arange(taken, min(taken + window - carried.size, lengths.size))
+        taken += fresh.size
+        waiting = np.concatenate((carried, fresh))
+        if not waiting.size:
+            return
+        last = waiting.size < window
+        waited = waiting.size if last else carried.size
+        members, bounds, kept = _pack_window(lengths[waiting], waited, capacity, rng)
+        yield waiting[members], bounds
+        carried = waiting[kept]
 
 
 def _pack_window(
-    waiting: list[tuple[T, int]], waited: int, capacity: int, rng: Random
-) -> tuple[list[list[T]], list[tuple[T, int]]]:
-    """The packs to hand out, and the documents to carry; the first `waited` documents are not carried again."""
+    lengths: NDArray[np.integer], waited: int, capacity: int, rng: Random
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The documents of the packs to hand out, the bounds of these packs, and the documents to carry.
+
+    The first `waited` documents are not carried again.
+    """
     # equal lengths go in the order of the window, which must not tell the order of the stream
-    order = list(range(len(waiting)))
-    rng.shuffle(order)
-    packs = pack_lengths(np.array([waiting[index][1] for index in order], dtype=np.int64), capacity)
-    kept = _to_carry(packs, np.array(order) < waited, max(int(CARRIED * len(waiting)), 1))
-    members = [[order[index] for index in pack] for pack in packs.lists()]
-    carried = [waiting[index] for pack in sorted(kept) for index in members[pack]]
-    given = [[waiting[index][0] for index in pack] for number, pack in enumerate(members) if number not in kept]
+    order = permutation(rng, lengths.size)
+    packs = pack_lengths(lengths[order], capacity)
+    kept = np.zeros(len(packs), dtype=bool)
+    kept[_to_carry(packs, order < waited, max(int(CARRIED * lengths.size), 1))] = True
+    sizes = np.diff(packs.bounds)
     # packing opens packs from the longest documents to the shortest: without a shuffle the order would tell
-    rng.shuffle(given)
-    return given, carried
+    given = permutation(rng, len(packs))
+    given = given[~kept[given]]
+    bounds = np.concatenate(([0], np.cumsum(sizes[given])))
+    places = np.repeat(packs.bounds[given] - bounds[:-1], sizes[given]) + np.arange(bounds[-1])
+    return order[packs.members[places]], bounds, order[packs.members[np.repeat(kept, sizes)]]
 
 
-def _to_carry(packs: Packs, waited: NDArray[np.bool_], most: int) -> set[int]:
+def _to_carry(packs: Packs, waited: NDArray[np.bool_], most: int) -> list[int]:
     """The emptiest packs of documents that have not waited yet, together `most` documents or a single pack; not all."""
+    if waited.all():
+        return []
     stale = np.logical_or.reduceat(waited[packs.members], packs.bounds[:-1])
-    kept: set[int] = set()
+    kept: list[int] = []
     for pack in np.argsort(-packs.rooms, kind="stable").tolist():
         size = int(packs.bounds[pack + 1] - packs.bounds[pack])
         if packs.rooms[pack] == 0 or len(kept) + 1 == len(packs) or (kept and size > most):
             break
         if not stale[pack]:
-            kept.add(pack)
+            kept.append(pack)
             most -= size
     return kept
 

@@ -5,7 +5,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,14 @@ from rich.markup import escape
 from rich.table import Table
 
 import smi_kernels
-from smi.config import Config, DataConfig, source_options
-from smi.data import SMIDataModule
-from smi.data.pipeline import AnySource
-from smi.data.prepared import PrecompiledSource, open_mixture
-from smi.data.sources import SourceSpec
+from smi.config import Config
 from smi.data.synthetic import SyntheticTools
 from smi.model.checkpoint import load_pretrained
 from smi.model.configuration import RWKV7Config
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.tokens import grow_embeddings
 from smi.runtime.evaluation import score_actions
-from smi.tokenizer import Tokenizer, load_tokenizer
+from smi.tokenizer import Tokenizer
 from smi.training.checkpoint import check_checkpoint, list_checkpoints
 from smi.training.module import Optimization
 
@@ -51,17 +47,6 @@ _SHAPE = (
     "v_low_rank_dim",
     "gate_low_rank_dim",
 )
-# settings of `data` that only one kind of data reads, and the group that chooses it
-_READ_BY = {
-    "max_questions": "synthetic",
-    "held_out_tasks": "synthetic",
-    "train_files": "files",
-    "val_files": "files",
-    "mixture": "mixture",
-    "mirror": "mixture",
-    "source": "mixture",
-}
-_GROUP = {"synthetic": "data=synthetic", "files": "data=messages", "mixture": "data=pilot"}
 
 
 def quiet_libraries() -> None:
@@ -105,6 +90,9 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
 
 # what a resumed run may change; everything else decides what is learned, and in which order
 _FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer")
+_FREE_IN_DATA = ("workers", "on_change")
+# what a run may go on with where data.on_change=continue; the loader judges what the data allows
+_ORDER = ("seed", "data.window", "data.pack_length", "accumulate")
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -145,15 +133,18 @@ def _check_same_settings(config: Config, file: Path) -> None:
     now, then = asdict(config), yaml.safe_load(file.read_text(encoding="utf-8"))
     for settings in (now, then):
         settings["accumulate"] = settings["trainer"]["accumulate"]
+        settings["data"] = {key: value for key, value in settings["data"].items() if key not in _FREE_IN_DATA}
     changed = [
         f"{place} was {old} and is {new}"
         for section in now
         if section not in _FREE_TO_CHANGE
         for place, old, new in _differences(section, then.get(section), now[section])
+        if not (place in _ORDER and config.data.on_change == "continue")
     ]
     if changed:
         raise ValueError(
-            "the run to resume has other settings: " + "; ".join(changed) + ". Give the command that started it"
+            "the run to resume has other settings: " + "; ".join(changed) + ". Give the command that started it; "
+            f"{', '.join(_ORDER)} may be changed with data.on_change=continue"
         )
 
 
@@ -172,62 +163,6 @@ def write_config(config: Config) -> str:
     text = yaml.safe_dump(asdict(config), sort_keys=False)
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     return text
-
-
-def build_tokenizer(config: Config) -> Tokenizer:
-    return load_tokenizer(config.tokenizer.source)
-
-
-def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
-    """The data module of `config.data`. Raises ValueError for settings that its kind does not read."""
-    data = config.data
-    for setting in fields(DataConfig):
-        kind = _READ_BY.get(setting.name, data.kind)
-        if kind != data.kind and getattr(data, setting.name) != getattr(DataConfig(), setting.name):
-            raise ValueError(f"data.{setting.name} is not read by data.kind={data.kind}: choose {_GROUP[kind]} for it")
-    train: list[AnySource]
-    if data.kind == "synthetic":
-        train = [SyntheticTools(config.seed, data.max_questions)]
-    elif data.kind == "files":
-        if not data.train_files:
-            raise ValueError("data.train_files is empty: name your files, as in data.train_files=[talk.jsonl]")
-        train = [SourceSpec("train", data.train_files, data.adapter)]
-    elif data.mixture is not None:
-        train = list(open_mixture(data.mixture, tokenizer, data.max_length, mirror=data.mirror))
-        _check_origin(config, train)
-    else:
-        if data.mirror is None:
-            raise ValueError("data.mirror is not set: name the directory that holds the sources' files")
-        if several := [name for name, source in data.source.items() if source.epochs != 1]:
-            raise ValueError(f"data.source.{several[0]}.epochs is read by python -m smi.prepare: prepare the mixture")
-        train = [SourceSpec(name, **source_options(source)) for name, source in data.source.items()]
-    return SMIDataModule(
-        tokenizer,
-        train,
-        val=[SourceSpec("val", data.val_files, data.adapter)] if data.val_files else None,
-        val_fraction=0.0 if data.val_files else data.val_fraction,
-        val_batches=data.val_batches,
-        root=data.mirror or ".",
-        max_length=data.max_length,
-        pack_length=data.pack_length,
-        window=data.window,
-        seed=config.seed,
-        steps=config.trainer.max_steps,
-        accumulate=config.trainer.accumulate,
-    )
-
-
-def _check_origin(config: Config, sources: list[AnySource]) -> None:
-    """Rows compiled by others name their tokenizer after a checkpoint: it must be the one that is trained."""
-    model = config.model
-    for source in sources:
-        if not isinstance(source, PrecompiledSource) or model.pretrained is None:
-            continue
-        for what, run in (("tokenizer", model.pretrained), ("tokenizer_revision", model.revision)):
-            if source.origin[what] != run:
-                raise ValueError(
-                    f"{source.path} was compiled with {what} {source.origin[what]!r}, and this run starts from {run!r}"
-                )
 
 
 def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:

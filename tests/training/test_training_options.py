@@ -5,8 +5,9 @@ import torch._dynamo as dynamo
 from hydra import compose, initialize_config_dir
 
 from smi.config import ConfigError, config_dir, judge, register
+from smi.data.recipe import build_tokenizer
 from smi.model.modeling import RWKV7Model
-from smi.training.setup import build_model, build_tokenizer, optimization
+from smi.training.setup import build_model, optimization
 
 
 def config(*overrides):
