@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from smi.data.prepared import PreparedSource
-from smi.data.shards import SCHEMA, ids_column, runs, write_shard
+from smi.data.shards import SCHEMA, ShardFile, ids_column, runs
 from smi.protocol.codec import Example
 
 # structural ids of the tokenizer `Bytes` in test_data_datamodule: USR opens the input, OUT the answer, then EOS
@@ -52,6 +52,8 @@ def prepared(
     for number, part in enumerate(np.array_split(np.arange(count), files)):
         paths.append(folder / f"{name}-{number}.parquet")
         groups = [part[i : i + group].tolist() for i in range(0, part.size, group)]
-        made = write_shard(paths[-1], (rows([examples[i] for i in g], first + g[0]) for g in groups))
-        hashes.append(made["sha256"])
+        shard = ShardFile(paths[-1])
+        for members in groups:
+            shard.append(rows([examples[i] for i in members], first + members[0]))
+        hashes.append(shard.close()["sha256"])
     return PreparedSource(name, paths, 1.0, epochs, [name, epochs, hashes])

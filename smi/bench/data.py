@@ -19,7 +19,7 @@ from smi.data.order import Corpus, Place, Shuffle
 from smi.data.packing import pack_lengths, pack_windows
 from smi.data.pipeline import RowAccount
 from smi.data.prepared import PreparedSource
-from smi.data.shards import SCHEMA, write_shard
+from smi.data.shards import SCHEMA, ShardFile
 from smi.training.memory import keep_freed_memory
 
 CAPACITY = 2048
@@ -161,7 +161,10 @@ def _mixture(folder: Path, every: np.ndarray) -> PreparedSource:
     for first in range(0, every.size, SHARD_ROWS):
         shards.append(folder / f"{first}.parquet")
         part = every[first : first + SHARD_ROWS]
-        write_shard(shards[-1], (_rows(part[i : i + GROUP_ROWS], words, rng) for i in range(0, part.size, GROUP_ROWS)))
+        shard = ShardFile(shards[-1])
+        for i in range(0, part.size, GROUP_ROWS):
+            shard.append(_rows(part[i : i + GROUP_ROWS], words, rng))
+        shard.close()
     return PreparedSource("bench", shards, 1.0, 1, [])
 
 

@@ -66,4 +66,4 @@ def test_peak(data_dir, tmp_path):
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for (case, most), (peak, size) in zip(CASES.items(), json.loads(output), strict=True):
         assert size == pytest.approx(120e6 * (2 if case[1] else 1), rel=0.1)
-        assert 0.9 < peak / size < most, f"{case}: {peak / size:.3f} of the model's size"
+        assert 0.5 < peak / size < most, f"{case}: {peak / size:.3f} of the model's size"
