@@ -112,25 +112,39 @@ def _constant(name: str) -> Any:
     raise ProtocolError("number", "", f"{name} is not JSON; only finite numbers are allowed")
 
 
-def _integer(digits: str) -> int:
+def _bounded(digits: str) -> str:
     # bounded before int(): parsing time grows faster than the number of digits
     if len(digits) > 310:
         raise ProtocolError("number", "", f"integer of {len(digits)} characters; too large for a JSON number")
-    number = int(digits)
+    return digits
+
+
+def _integer(digits: str) -> int:
+    number = int(_bounded(digits))
     if not -_SAFE_INTEGER <= number <= _SAFE_INTEGER:
-        check_json(number, "")
+        try:
+            float(number)
+        except OverflowError:
+            raise _OutOfRange from None
     return number
 
 
 def _float(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ProtocolError("number", "", f"{digits[:40]} is too large for a JSON number")
+        raise _OutOfRange
     return number
+
+
+class _OutOfRange(Exception):
+    """A number that no double can hold."""
 
 
 _DECODE = json.JSONDecoder(
     object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_float
+).decode
+_LENIENT = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_constant, parse_int=lambda digits: int(_bounded(digits))
 ).decode
 
 
@@ -144,7 +158,12 @@ def loads(text: str) -> Any:
     try:
         if text.startswith("\ufeff"):
             raise ProtocolError("json", "", "not valid JSON: it starts with a byte order mark")
-        value = _DECODE(text)
+        try:
+            value = _DECODE(text)
+        except _OutOfRange:
+            # read once more to say where it stands
+            value = _LENIENT(text)
+            check_json(value, "")
     except json.JSONDecodeError as error:
         raise ProtocolError("json", "", f"not valid JSON: {error}") from None
     except RecursionError:

@@ -18,7 +18,7 @@ CONFIG = RWKV7Config(vocab_size=8192, hidden_size=768, num_hidden_layers=7)
 
 # prints, for each case, the peak over what the process held before, in bytes, and the model's size
 MEASURE = """
-import gc, json, sys, torch
+import ctypes, gc, json, sys, torch
 from smi.model import checkpoint
 small, folder, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 checkpoint._MAPPED_AT_ONCE = 2**22  # in proportion to the model
@@ -29,6 +29,7 @@ def held(what):
 
 def measure(source, dtype):
     gc.collect()  # modules hold each other: the case before is gone only now
+    ctypes.CDLL(None).malloc_trim(0)  # and its memory only now
     open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
     before = held("VmHWM")
     model = checkpoint.load_pretrained(source, dtype=dtype and getattr(torch, dtype))
@@ -67,4 +68,4 @@ def test_peak(data_dir, tmp_path):
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for (case, most), (peak, size) in zip(CASES.items(), json.loads(output), strict=True):
         assert size == pytest.approx(120e6 * (2 if case[1] else 1), rel=0.1)
-        assert peak / size < most, f"{case}: {peak / size:.3f} of the model's size"
+        assert 0.9 < peak / size < most, f"{case}: {peak / size:.3f} of the model's size"
