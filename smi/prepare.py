@@ -235,7 +235,7 @@ def _display(console: Console) -> Iterator[Any]:
 
 
 def _usage() -> str:
-    from smi.config import recipes
+    from smi.composing import recipes
 
     names = ", ".join(recipes())
     return f"{__doc__}\nrecipes: {names}; only those with sources can be prepared\nall settings: add --cfg job"
@@ -248,7 +248,7 @@ def main() -> None:
     from hydra.types import RunMode
     from omegaconf import DictConfig
 
-    from smi.config import ConfigError, check_override, config_dir, judge, register
+    from smi.composing import ConfigError, check_override, config_dir, judge, register
 
     if len(sys.argv) == 1:
         print(_usage())

@@ -14,7 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from smi.config import Config, ConfigError, check_override, config_dir, judge, recipes, register
+from smi.composing import ConfigError, check_override, config_dir, judge, recipes, register
+from smi.config import Config
 
 
 def train(config: Config) -> dict[str, float]:
@@ -29,20 +30,12 @@ def train(config: Config) -> dict[str, float]:
     from rich.console import Console
 
     from smi.data.recipe import build_data, build_tokenizer
-    from smi.training.callbacks import ProgressReport
-    from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
     from smi.training.export import export_model, write_card
+    from smi.training.models import build_model
     from smi.training.module import SMIModule
-    from smi.training.setup import (
-        build_logger,
-        build_model,
-        evaluate_tasks,
-        find_checkpoint,
-        optimization,
-        quiet_libraries,
-        summary,
-        write_config,
-    )
+    from smi.training.run_directory import find_checkpoint, write_config
+    from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
+    from smi.training.trainer import build_trainer
 
     quiet_libraries()
     # a log file is no narrower than a terminal
@@ -59,26 +52,7 @@ def train(config: Config) -> dict[str, float]:
     data.setup()
     config_yaml = write_config(config)
     console.print(summary(config, model, tokenizer))
-    trainer = L.Trainer(
-        accelerator=config.hardware.accelerator,
-        devices=1,
-        precision=config.hardware.precision,  # type: ignore[arg-type]
-        max_steps=config.trainer.max_steps,
-        accumulate_grad_batches=config.trainer.accumulate,
-        gradient_clip_val=config.optim.clip,
-        val_check_interval=config.trainer.val_every * config.trainer.accumulate,
-        check_val_every_n_epoch=None,
-        log_every_n_steps=config.trainer.log_every,
-        logger=build_logger(config),
-        callbacks=[
-            ProgressReport(console, config.trainer.log_every, run_dir),
-            Checkpoints(run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints),
-        ],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = build_trainer(config, console)
     try:
         trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
     except SIGTERMException:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from smi.config import config_dir, judge, register, source_options
+from smi.composing import config_dir, judge, register
+from smi.config import source_options
 from smi.data.sources import SourceSpec
 
 HUB = Path(__file__).parent / "data" / "hub"

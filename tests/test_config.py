@@ -4,7 +4,7 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 
-from smi.config import ConfigError, check_override, config_dir, judge, recipes, register
+from smi.composing import ConfigError, check_override, config_dir, judge, recipes, register
 from smi.train import main
 
 

@@ -13,7 +13,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from preparing import content
 
-from smi.config import Config, config_dir, judge, register
+from smi.composing import config_dir, judge, register
+from smi.config import Config
 from smi.data.manifest import read_manifest
 from smi.prepare import make_plan, prepare_mixture
 

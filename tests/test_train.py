@@ -18,7 +18,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from preparing import plan, write_sources
 
-from smi.config import config_dir, judge, register
+from smi.composing import config_dir, judge, register
 from smi.data.mixture import prepare
 from smi.model import RWKV7Config, RWKV7ForCausalLM
 from smi.model.checkpoint import load_pretrained, save_native

@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from hydra import compose, initialize_config_dir
 
-from smi.config import Config, DataConfig, check_override, config_dir, judge, register, source_options
+from smi.composing import check_override, config_dir, judge, register
+from smi.config import Config, DataConfig, source_options
 from smi.data.datamodule import SMIDataModule
 from smi.data.pipeline import AnySource
 from smi.data.prepared import PrecompiledSource, open_mixture

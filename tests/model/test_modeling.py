@@ -388,7 +388,7 @@ class TestConfig:
     def test_shipped_sizes_have_the_released_parameter_counts(self, name, parameters):
         import yaml
 
-        from smi.config import config_dir
+        from smi.composing import config_dir
 
         shape = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text())
         fields = {k: v for k, v in shape.items() if k not in ("name", "gradient_checkpointing")}

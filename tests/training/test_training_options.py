@@ -4,10 +4,11 @@ import pytest
 import torch._dynamo as dynamo
 from hydra import compose, initialize_config_dir
 
-from smi.config import ConfigError, config_dir, judge, register
+from smi.composing import ConfigError, config_dir, judge, register
 from smi.data.recipe import build_tokenizer
 from smi.model.modeling import RWKV7Model
-from smi.training.setup import build_model, optimization
+from smi.training.models import build_model
+from smi.training.setup import optimization
 
 
 def config(*overrides):
