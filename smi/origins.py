@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal import config_loader_impl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,11 @@ def trace(config_name: str | None = None, overrides: Sequence[str] | None = None
         job = HydraConfig.get()
         config_name, overrides = job.job.config_name, [*job.overrides.hydra, *job.overrides.task]
     loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, ConfigLoaderImpl)
+    assert isinstance(loader, config_loader_impl.ConfigLoaderImpl)
     parsed, repo = loader._parse_overrides_and_create_caching_repo(config_name, list(overrides))
-    found = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
+    found = config_loader_impl.create_defaults_list(
+        repo=repo, config_name=config_name, overrides_list=parsed, prepend_hydra=True, skip_missing=False
+    )
     places = [
         Origin(override.key_or_group, f"the override {override.input_line}", override.get_value_string(), line=False)
         for override in parsed
@@ -76,7 +77,7 @@ def _file(source: Any, path: str) -> Path:
 
 
 def _read(file: Path, package: list[str]) -> Iterator[Origin]:
-    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if isinstance(node, yaml.MappingNode):
         node.value = [(name, value) for name, value in node.value if name.value != "defaults"]
         yield from _walk(node, package, file)

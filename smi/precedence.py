@@ -13,6 +13,7 @@ from hydra._internal import config_loader_impl
 from hydra._internal.defaults_list import DefaultsList, DefaultsTreeNode, create_defaults_list
 from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.errors import ConfigCompositionException
+from yaml import YAMLError
 
 # the base of every config of this project; others are left alone
 BASE = "schema"
@@ -26,6 +27,8 @@ def install() -> None:
 def _create(repo: Any, **how: Any) -> DefaultsList:
     try:
         found = create_defaults_list(repo, **how)
+    except YAMLError as error:
+        raise ConfigCompositionException(f"this is no YAML: {error}") from None
     except (ConfigCompositionException, RecursionError) as error:
         reason = "a recipe is its own parent" if isinstance(error, RecursionError) else str(error)
         raise ConfigCompositionException("\n".join([reason, *_advice(repo)])) from None
