@@ -9,6 +9,7 @@ import difflib
 import math
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,7 @@ def recipes() -> dict[str, Path]:
     return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
 
 
+@cache
 def register() -> None:
     """Gives Hydra what it needs beside the directory of groups; call before it composes.
 
@@ -229,10 +231,9 @@ def register() -> None:
     - every shipped recipe as an option of the group ``recipe``. Hydra names a group after its directory and takes a
       ``+group=name`` that it does not know for a plain value; so stored, a wrong name is an error that lists the
       right ones.
-    - the order of `smi.precedence`, and ``${output_dir:DRY_RUN,RUN_DIR}``: where Hydra makes a directory.
+    - the order of `smi.precedence`.
     """
     precedence.install()
-    OmegaConf.register_new_resolver("output_dir", lambda dry, run_dir: "." if dry is True else run_dir, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)), provider="smi")
     for name, file in recipes().items():

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hydra._internal import config_loader_impl
+from hydra._internal import hydra as main
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList, DefaultsTreeNode, create_defaults_list
 from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.errors import ConfigCompositionException
@@ -19,9 +21,17 @@ from yaml import YAMLError
 BASE = "schema"
 
 
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader, in the order described above. A job of a sweep that runs in another process brings it along."""
+
+    def _parse_overrides_and_create_caching_repo(self, config_name: str | None, overrides: list[str]) -> Any:
+        config_loader_impl.create_defaults_list = _create  # type: ignore[assignment]
+        return super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+
+
 def install() -> None:
     """From now on Hydra composes this project's configs in the order described above."""
-    config_loader_impl.create_defaults_list = _create  # type: ignore[assignment]
+    main.ConfigLoaderImpl = Loader
 
 
 def _create(repo: Any, **how: Any) -> DefaultsList:

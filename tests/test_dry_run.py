@@ -96,8 +96,10 @@ class TestDryRun:
 
     def test_a_checkpoint_is_held_against_the_config(self, tmp_path):
         torch.manual_seed(0)
-        save_native(RWKV7ForCausalLM(RWKV7Config(vocab_size=896, hidden_size=64, num_hidden_layers=2)), Path("base.pth"))
-        with pytest.raises(ValueError, match="base.pth has head_dim 64"):
+        save_native(
+            RWKV7ForCausalLM(RWKV7Config(vocab_size=896, hidden_size=64, num_hidden_layers=2)), Path("base.pth")
+        )
+        with pytest.raises(ValueError, match=r"base\.pth has head_dim 64"):
             dry(composed("+recipe=quickstart", *SMALL, "model.pretrained=base.pth"))
         with pytest.raises(ValueError, match="no checkpoint at nowhere"):
             dry(composed("+recipe=quickstart", *SMALL, "model.pretrained=nowhere"))
@@ -161,7 +163,7 @@ class TestWaiting:
             train(prepared(mixture_name, f"wait_for={name}"))
 
     def test_only_a_mixture_is_waited_for(self):
-        with pytest.raises(ValueError, match="data.mixture, which is None"):
+        with pytest.raises(ValueError, match=r"data\.mixture, which is None"):
             train(composed("+recipe=quickstart", *SMALL, "wait_for=x"))
 
     def test_a_dry_run_does_not_wait(self):

@@ -2,16 +2,22 @@
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from smi.composing import ConfigError, config_dir, judge, register
 from smi.overrides import check_arguments, check_override
+
+
+def read(override):
+    """What Hydra makes of an override once it is checked."""
+    return OverridesParser.create().parse_override(check_override(override)).value()
 
 
 def composed(*overrides):
     register()
     checked = [check_override(override) for override in overrides]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return judge(compose("train", overrides=["paths.run_dir=x", *checked]))
+        return judge(compose("train", overrides=checked))
 
 
 @pytest.mark.parametrize(
@@ -34,8 +40,9 @@ def composed(*overrides):
     ],
 )
 def test_text_keeps_its_characters(text):
-    assert composed(f"name={text}").name == text
-    assert composed(f"model.pretrained={text}").model.pretrained == text
+    assert read(f"name={text}") == text
+    assert read(f"model.pretrained={text}") == text
+    assert read(f"++data.source.mine.adapter={text}") == text
 
 
 @pytest.mark.parametrize(
@@ -59,13 +66,18 @@ def test_other_text_is_refused_with_the_quoting_that_works(text, quoted):
         check_override(f"name={text}")
     advice = f"write 'name={quoted}'"
     assert advice in str(error.value)
-    assert composed(f"name={quoted}").name == text
+    assert read(f"name={quoted}") == text
+
+
+def test_what_was_text_for_hydra_is_text_in_the_config():
+    config = composed("name=1e5", "model.pretrained=true", "paths.run_dir='a=b,c [d]%'")
+    assert (config.name, config.model.pretrained, config.paths.run_dir) == ("1e5", "true", "a=b,c [d]%")
 
 
 def test_quotes_and_interpolations_mean_what_they_mean_to_hydra():
-    assert composed("name='1e5'").name == "1e5"
-    assert composed("seed=3", "name=run${seed}").name == "run3"
-    assert composed("model.pretrained=null").model.pretrained is None
+    assert read("name='1e5'") == "1e5"
+    assert composed("seed=3", "name=run${seed}", "paths.run_dir=x").name == "run3"
+    assert read("model.pretrained=null") is None
 
 
 @pytest.mark.parametrize(
