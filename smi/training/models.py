@@ -40,7 +40,9 @@ def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
             to be had here.
     """
     if config.hardware.accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("hardware=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here")
+        raise ValueError(
+            "hardware.accelerator=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here"
+        )
     device = torch.device("cuda" if config.hardware.accelerator == "gpu" else "cpu")
     dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
     smi_kernels.resolve(config.kernel.backend, device, dtype, config.model.head_dim)
@@ -55,7 +57,7 @@ def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
             model.rwkv7.compile_blocks()
         except RuntimeError as error:
             raise ValueError(f"kernel.compile=true cannot run here: {error}") from error
-    model.rwkv7.gradient_checkpointing = config.model.gradient_checkpointing
+    model.rwkv7.gradient_checkpointing = config.hardware.activation_checkpointing
     return model
 
 

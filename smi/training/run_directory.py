@@ -17,9 +17,9 @@ CONFIG_FILE = "config.yaml"
 
 # what a resumed run may change; everything else decides what is learned, and in which order
 _FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer")
-_FREE_IN_DATA = ("workers", "on_change")
+_FREE_IN_DATA = ("on_change",)
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
-_ORDER = ("seed", "data.window", "data.pack_length", "accumulate")
+_ORDER = ("seed", "data.window", "data.pack_length", "batch_size")
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -59,7 +59,7 @@ def _check_same_settings(config: Config, file: Path) -> None:
         raise ValueError(f"{file} is not there, so it cannot be told which settings the checkpoint belongs to")
     now, then = asdict(config), yaml.safe_load(file.read_text(encoding="utf-8"))
     for settings in (now, then):
-        settings["accumulate"] = settings["trainer"]["accumulate"]
+        settings["batch_size"] = settings["trainer"]["batch_size"]
         settings["data"] = {key: value for key, value in settings["data"].items() if key not in _FREE_IN_DATA}
     changed = [
         f"{place} was {old} and is {new}"

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from smi.config import Config
 from smi.data.synthetic import SyntheticTools
+from smi.hardware import split_batch
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.runtime.evaluation import score_actions
 from smi.tokenizer import Tokenizer
@@ -45,15 +46,27 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
         f"{shape.num_hidden_layers} layers of {shape.hidden_size}, {start}",
         "tokenizer": f"{config.tokenizer.source}, {tokenizer.vocab_size:,} tokens",
         "data": f"{source}; at most {data.max_length:,} tokens a conversation",
-        "training": f"{run.max_steps:,} steps of {run.accumulate * data.pack_length:,} tokens, "
+        "training": f"{run.max_steps:,} steps of {run.batch_size * data.pack_length:,} tokens, "
         f"peak learning rate {config.optim.lr:g}",
-        "hardware": f"{config.hardware.accelerator}, {config.hardware.precision}, kernel {config.kernel.backend}",
+        "hardware": f"{_hardware(config)}, {config.hardware.precision}, kernel {config.kernel.backend}",
         "run directory": str(config.paths.run_dir),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
+
+
+def _hardware(config: Config) -> str:
+    hardware, split = config.hardware, split_batch(config)
+    how = f"{hardware.accelerator}" if split.world_size == 1 else f"{split.world_size} {hardware.accelerator} processes"
+    if hardware.strategy != "single":
+        how += f" ({hardware.strategy})"
+    return (
+        f"{how}, {split.micro_batch} x {split.accumulate} packs a step on each"
+        if config.trainer.batch_size > 1
+        else how
+    )
 
 
 def optimization(config: Config) -> Optimization:
