@@ -193,6 +193,18 @@ class LoggerConfig:
 
 
 @dataclass
+class SweepConfig:
+    """What a sweep compares its jobs by: the figure of a run that `objective` names, see `figures.json`.
+
+    `trials`: how many sweep=optuna makes.
+    """
+
+    objective: str = "val/loss"
+    direction: str = "minimize"
+    trials: int = 20
+
+
+@dataclass
 class PathsConfig:
     """`run_dir` holds everything that a run writes."""
 
@@ -218,6 +230,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
@@ -227,6 +240,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prepare.on_shortfall": ("error", "accept"),
     "prepare.dedupe": ("exact", "normalised", "near"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
+    "sweep.direction": ("minimize", "maximize"),
     "trainer.export": ("hf", "native", "fla"),
     "hardware.accelerator": ("cpu", "gpu"),
     "hardware.precision": ("32-true", "bf16-mixed"),
@@ -267,6 +281,7 @@ LEAST: dict[str, float] = {
     "optim.eps": 0,
     "optim.clip": 0,
     "optim.z_loss": 0,
+    "sweep.trials": 1,
     "trainer.max_steps": 1,
     "trainer.batch_size": 1,
     "trainer.val_every": 1,

@@ -1,6 +1,8 @@
 """How an optimizer step is dealt out to the devices of a run, and which of its processes this one is; without torch."""
 
 import os
+import sys
+import time
 from dataclasses import dataclass
 
 from smi.config import Config
@@ -63,3 +65,15 @@ def process_rank() -> int:
         if name in os.environ:
             return int(os.environ[name])
     return 0
+
+
+# seconds that another process than the first keeps its error to itself
+PATIENCE = 3.0
+
+
+def say_error(error: BaseException) -> None:
+    """Prints the error that ends a run, once: what all processes meet is told by the first, which ends the others."""
+    rank = process_rank()
+    if rank:
+        time.sleep(PATIENCE)
+    print(f"error: {error}" if rank == 0 else f"error in process {rank}: {error}", file=sys.stderr, flush=True)

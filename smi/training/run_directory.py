@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from smi.config import Config
+from smi.hardware import process_rank
 from smi.training.checkpoint import check_checkpoint, list_checkpoints
 
 log = logging.getLogger("smi")
@@ -16,7 +17,7 @@ log = logging.getLogger("smi")
 CONFIG_FILE = "config.yaml"
 
 # what a resumed run may change; everything else decides what is learned, and in which order
-_FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer")
+_FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer", "sweep")
 _FREE_IN_DATA = ("on_change",)
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
 _ORDER = ("seed", "data.window", "data.pack_length", "batch_size")
@@ -31,7 +32,8 @@ def find_checkpoint(config: Config) -> Path | None:
     """
     folder = Path(config.paths.run_dir)
     if config.resume == "none":
-        if folder.is_dir() and any(folder.iterdir()):
+        # the first process alone looks: it may have begun to write when the others come by
+        if process_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
                 f"the run directory {folder} exists and is not empty: choose another paths.run_dir, "
                 "or add resume=auto to go on with the run in it"

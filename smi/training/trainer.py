@@ -1,5 +1,7 @@
 """Lightning's Trainer as a config describes it."""
 
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import lightning as L
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from smi.config import Config, HardwareConfig
@@ -20,6 +23,9 @@ _ENVIRONMENTS: dict[str, type[ClusterEnvironment]] = {
     "torchrun": TorchElasticEnvironment,
     "slurm": SLURMEnvironment,
 }
+
+# seconds that the other processes are given to leave by themselves
+LEAVE = 5.0
 
 
 def build_trainer(config: Config, console: Console) -> L.Trainer:
@@ -50,6 +56,28 @@ def build_trainer(config: Config, console: Console) -> L.Trainer:
     )
 
 
+def fit(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, checkpoint: Path | None) -> None:
+    """Trains. What ends one process of the run ends all of them.
+
+    Raises:
+        SystemExit: another process failed, and has said why.
+    """
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except BaseException as error:
+        children: list[subprocess.Popen] = getattr(trainer.strategy.launcher, "procs", [])
+        # after SIGTERM each leaves by itself, and one that failed leaves a broken connection, which shows here first
+        deadline = time.monotonic() + (LEAVE if isinstance(error, RuntimeError | SIGTERMException) else 0)
+        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for child in children:
+            child.kill()
+        failed = [code for child in children if (code := child.wait()) > 0]
+        if isinstance(error, RuntimeError) and failed:
+            raise SystemExit(failed[0]) from None
+        raise
+
+
 def _environment(hardware: HardwareConfig) -> list[Any]:
     """Who starts the processes; said rather than guessed, so that a run in a SLURM shell is what it is elsewhere."""
     if hardware.launcher == "slurm":
@@ -63,4 +91,4 @@ def _strategy(hardware: HardwareConfig) -> str | Strategy:
     if hardware.strategy == "single":
         return "auto"
     # the buffers are constants
-    return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True, forward_sync_buffers=False)
