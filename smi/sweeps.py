@@ -174,7 +174,7 @@ def _execute(command: list[str], log: Path, number: int) -> tuple[int, str]:
                 signal.signal(signal.SIGTERM, before)
     if code < 0:
         return code, f"ended by {signal.Signals(-code).name}"
-    return code, error or last
+    return code, (error or last).removeprefix("error: ")
 
 
 def _stop_on_sigterm() -> Any:
@@ -268,7 +268,8 @@ def report(jobs: Sequence[Job], folder: Path, objective: str, direction: str) ->
     sign = 1 if direction == "minimize" else -1
     ranked = sorted(jobs, key=lambda job: math.inf if job.objective is None else sign * job.objective)
     names = swept(jobs)
-    table = Table(title=f"{objective}, {direction}d", title_justify="left")
+    first = "lowest" if direction == "minimize" else "highest"
+    table = Table(title=f"{objective}, the {first} first", title_justify="left")
     for name in ("job", "status", objective, *names, "seconds"):
         table.add_column(name, justify="left" if name == "status" else "right")
     for job in ranked:

@@ -38,6 +38,7 @@ def train(config: Config) -> dict[str, float]:
     from smi.training.module import SMIModule
     from smi.training.run_directory import find_checkpoint, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
+    from smi.training.sharding import whole_model
     from smi.training.trainer import build_trainer, fit
 
     quiet_libraries()
@@ -62,6 +63,7 @@ def train(config: Config) -> dict[str, float]:
         fit(trainer, SMIModule(model, optimization(config)), data, checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
+    model = whole_model(trainer, model)
     if not first:
         return {}
     data.report(console)

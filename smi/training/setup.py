@@ -17,7 +17,6 @@ from smi.runtime.evaluation import score_actions
 from smi.tokenizer import Tokenizer
 from smi.training.module import Optimization
 
-
 log = logging.getLogger("smi")
 
 

@@ -17,6 +17,7 @@ from smi.hardware import split_batch
 from smi.training.callbacks import ProgressReport
 from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from smi.training.loggers import build_logger
+from smi.training.sharding import sharded_strategy
 
 _ENVIRONMENTS: dict[str, type[ClusterEnvironment]] = {
     "lightning": LightningEnvironment,
@@ -90,5 +91,7 @@ def _strategy(hardware: HardwareConfig) -> str | Strategy:
     backend = "gloo" if hardware.accelerator == "cpu" else "nccl"
     if hardware.strategy == "single":
         return "auto"
+    if hardware.strategy == "fsdp":
+        return sharded_strategy(hardware.devices * hardware.nodes, backend)
     # the buffers are constants
     return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True, forward_sync_buffers=False)
