@@ -106,8 +106,6 @@ def main() -> None:
         sys.exit(2)
     try:
         sys.argv[1:] = check_arguments(sys.argv[1:])
-        if "dry_run=true" in sys.argv:
-            sys.argv.append("hydra.run.dir=.")  # hydra makes a directory, and a dry run writes nothing
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
