@@ -116,8 +116,6 @@ def main() -> None:
     try:
         sys.argv[1:] = check_arguments(sys.argv[1:])
         check_installed(sys.argv[1:])
-        if "dry_run=true" in sys.argv:
-            sys.argv.append("hydra.run.dir=.")  # hydra makes a directory, and a dry run writes nothing
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
