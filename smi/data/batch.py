@@ -8,11 +8,26 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smi.protocol.codec import Example
 
 IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the documents of a batch are from.
+
+    sources: names of all sources of the stream, the same in each of its batches.
+    targets: int64 [sources], supervised tokens of each in this batch.
+    where: the place of document s for people, such as "ultrachat: train-0.parquet row 5".
+    """
+
+    sources: tuple[str, ...]
+    targets: NDArray[np.int64]
+    where: Callable[[int], str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +42,7 @@ class PackedBatch:
         block_types: uint8 [1, T]; BlockType of the token to predict, so that it goes with `labels`. A
             document's last token predicts nothing and carries its own type.
         capacity: tokens the row could have held.
+        origin: where the documents are from, as far as that is known.
 
     Raises:
         ValueError: shapes or dtypes that differ from the above, or boundaries that do not start at 0, rise
@@ -38,6 +54,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     block_types: Tensor
     capacity: int
+    origin: Origin | None = None
     supervised_tokens: int = field(init=False)
     """Labels that are not -100; a plain number, known without asking the device."""
 
@@ -115,7 +132,7 @@ class PackedBatch:
 
     def unsupervised(self) -> PackedBatch:
         """The same tokens with nothing to learn or to measure: adds nothing to any sum."""
-        return replace(self, labels=torch.full_like(self.labels, IGNORE))
+        return replace(self, labels=torch.full_like(self.labels, IGNORE), origin=None)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on a device; copies from pinned memory do not block."""
@@ -161,13 +178,19 @@ class PaddedBatch:
         return f"PaddedBatch({rows} documents of at most {length:,} tokens, fill {share:.1%}, {self.input_ids.device})"
 
 
-def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capacity: int | None = None) -> PackedBatch:
+def pack(
+    examples: Sequence[Example],
+    indices: Iterable[int] | None = None,
+    capacity: int | None = None,
+    origin: Origin | None = None,
+) -> PackedBatch:
     """Lay documents one after another.
 
     Args:
         examples: compiled documents.
         indices: which of them, in this order; all where absent.
         capacity: tokens the row may hold; exactly as many as there are where absent.
+        origin: where they are from.
 
     Raises:
         ValueError: no documents, or more tokens than the capacity.
@@ -194,6 +217,7 @@ def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capa
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         block_types=torch.from_numpy(targets)[None],
         capacity=ids.size if capacity is None else capacity,
+        origin=origin,
     )
 
 
@@ -206,6 +230,7 @@ def cut(
     supervised: np.ndarray,
     bounds: np.ndarray,
     capacity: int,
+    origins: Sequence[Origin | None],
 ) -> list[PackedBatch]:
     """Packs that are laid out one behind another, as batches that are views of the same memory.
 
@@ -217,6 +242,7 @@ def cut(
         lengths, supervised: int64 [documents], tokens of each document, and labels that are not -100.
         bounds: int64 [packs + 1], ascending from 0: the documents of each pack.
         capacity: tokens of a pack.
+        origins: of each pack.
 
     Raises:
         ValueError: more tokens in a pack than the capacity, or a label at a document's last token.
@@ -238,10 +264,10 @@ def cut(
     parts.append(cu_seqlens.split((np.diff(bounds) + 1).tolist()))
     counts = np.add.reduceat(supervised, bounds[:-1]).tolist()
     batches = []
-    for *tensors, count in zip(*parts, counts, strict=True):
+    for *tensors, count, origin in zip(*parts, counts, origins, strict=True):
         batch = object.__new__(PackedBatch)
         batch.__dict__.update(zip((*row, "cu_seqlens"), tensors, strict=True))
-        batch.__dict__.update(capacity=capacity, supervised_tokens=count)
+        batch.__dict__.update(capacity=capacity, supervised_tokens=count, origin=origin)
         batches.append(batch)
     return batches
 

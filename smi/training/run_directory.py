@@ -16,7 +16,7 @@ log = logging.getLogger("smi")
 CONFIG_FILE = "config.yaml"
 
 # what a resumed run may change; everything else decides what is learned, and in which order
-_FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer")
+_FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "callbacks", "kernel", "hardware", "trainer")
 _FREE_IN_DATA = ("workers", "on_change")
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
 _ORDER = ("seed", "data.window", "data.pack_length", "accumulate")
