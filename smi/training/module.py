@@ -85,6 +85,8 @@ class SMIModule(L.LightningModule):
         """What went into the weights so far."""
         self.figures: dict[str, float] = {}
         """Of the latest optimizer step, over all ranks; callbacks add theirs in `on_train_batch_end`."""
+        self.guarded = True
+        """Whether a loss or a gradient that is not finite stops the run."""
         self.stepped = False
         """Whether the latest micro-batch finished an optimizer step."""
 
@@ -123,7 +125,7 @@ class SMIModule(L.LightningModule):
         self._step = None
         self._tokens = max(totals[0].sum(), 1.0)
         loss = totals[1].sum() / self._tokens
-        if not math.isfinite(loss):
+        if self.guarded and not math.isfinite(loss):
             self._stop(f"the loss of step {self.global_step + 1} is {loss}", explain_loss)
         self.consumed += new
         self.figures = _means("train", totals)
@@ -142,7 +144,7 @@ class SMIModule(L.LightningModule):
         # lightning has divided each micro-batch's loss by their number, and DDP averages over the ranks
         share = self.trainer.accumulate_grad_batches * self.trainer.world_size / self._tokens
         norm = float(average_and_clip(self.model.parameters(), share, gradient_clip_val))
-        if not math.isfinite(norm):
+        if self.guarded and not math.isfinite(norm):
             self._stop(f"the gradient's norm of step {self.global_step + 1} is {norm}", explain_gradient)
         self.figures["train/grad_norm"] = norm
         self._batches.clear()
@@ -153,9 +155,9 @@ class SMIModule(L.LightningModule):
         if self.stepped:
             self.log_dict(self.figures, logger=False)
         if self.due:
-            self._record(self.figures)
+            self.record(self.figures)
 
-    def _record(self, figures: dict[str, float]) -> None:
+    def record(self, figures: dict[str, float]) -> None:
         """One row for each logger, under the number of optimizer steps that were made; rank 0 alone writes."""
         if self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
@@ -185,7 +187,7 @@ class SMIModule(L.LightningModule):
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         self.log_dict(figures, logger=not fitting)
         if fitting and not self.trainer.sanity_checking:
-            self._record(figures)
+            self.record(figures)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = self.consumed.to_dict()

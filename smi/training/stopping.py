@@ -8,9 +8,11 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from smi.training.checkpoint import Checkpoints
+
 
 class StopOnSigterm(L.Callback):
-    """Raises SIGTERMException before the next micro-batch; `Checkpoints` then saves the last finished step.
+    """Has the last finished step saved, and raises SIGTERMException, before the next micro-batch.
 
     Lightning's own handling raises on the rank that got the signal and lets the others wait for it, and its handler
     talks to them from wherever the signal came. Here every rank asks the others at each micro-batch. A validation in
@@ -38,4 +40,7 @@ class StopOnSigterm(L.Callback):
         if trainer.world_size > 1:
             asked = trainer.strategy.reduce_boolean_decision(asked, all=False)
         if asked:
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, Checkpoints):
+                    callback.save(trainer)
             raise SIGTERMException
