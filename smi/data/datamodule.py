@@ -400,9 +400,7 @@ class SMIDataModule(LightningDataModule):
         return [self.batch(members) for members in chosen], marks
 
     def batch(self, members: list[Document]) -> PackedBatch:
-        return pack(
-            [document.example for document in members], capacity=self.pack_length, origin=self._origin(members)
-        )
+        return pack([document.example for document in members], capacity=self.pack_length, origin=self._origin(members))
 
     def _origin(self, members: list[Document]) -> Origin:
         # held-out documents may be from sources of their own

@@ -35,7 +35,7 @@ class LRFinder(LearningRateFinder):
         found = None if self.optimal_lr is None else self.optimal_lr.suggestion()
         if found is None:
             raise ValueError(
-                "the learning-rate finder saw too few finite losses: raise callbacks.lr_finder.steps or lower its max_lr"
+                "the learning-rate finder saw too few finite losses: raise callbacks.lr_finder.steps, or lower max_lr"
             )
         ratio = found / module.optimization.lr
         for scheduler in trainer.lr_scheduler_configs:

@@ -35,7 +35,9 @@ class StopOnSigterm(L.Callback):
 
         signal.signal(signal.SIGTERM, ask)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         asked = self._asked
         if trainer.world_size > 1:
             asked = trainer.strategy.reduce_boolean_decision(asked, all=False)

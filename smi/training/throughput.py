@@ -83,7 +83,7 @@ class Throughput(L.Callback):
 
     tokens_per_s, supervised_per_s: over all ranks, counted; validation, samples and saves are left out.
     model_tokens_per_s: without the time that the ranks waited for data, wait_share of the whole.
-    loader_tokens_per_s: what the loaders could deliver, from the time that their threads were at it.
+    loader_tokens_per_s: what the loaders could deliver, from the time that their threads were at it in the whole run.
     mfu: of the devices' peak, where that is known; see `step_flops`.
 
     Memory is the largest of the ranks', in GiB: allocated, reserved and peak on a GPU, resident on a CPU.
@@ -104,10 +104,11 @@ class Throughput(L.Callback):
         self._since = consumed
         self._batches = 0
         self._model_seconds = 0.0
-        clock = self._clock
-        self._clock_since = Clock(clock.items, clock.working, clock.waited)
+        self._waited = self._clock.waited
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._begin = time.perf_counter()
 
     def on_train_batch_end(
@@ -120,14 +121,14 @@ class Throughput(L.Callback):
             return
         tokens = module.consumed.tokens - self._since.tokens
         targets = module.consumed.supervised_tokens - self._since.supervised_tokens
-        waited = self._clock.waited - self._clock_since.waited
+        waited = self._clock.waited - self._waited
         if not module.due:
             module.figures["speed/tokens_per_s"] = tokens / (self._model_seconds + waited)
             return
-        made = self._clock.items - self._clock_since.items
-        working = self._clock.working - self._clock_since.working
-        # of all ranks: seconds as a mean, what the loaders could do as a sum
-        rate = made / working * tokens / (self._batches * trainer.world_size) if working else 0.0
+        # of all ranks: seconds as a mean, what the loaders could do as a sum. They make a window of packs at a time,
+        # so only the whole run tells
+        working = self._clock.working
+        rate = self._clock.items / working * tokens / (self._batches * trainer.world_size) if working else 0.0
         sums = self._over_ranks(trainer, [self._model_seconds, waited, rate], "sum")
         model_seconds, waited = (seconds / trainer.world_size for seconds in sums[:2])
         figures = {
