@@ -183,7 +183,7 @@ class WandbConfig:
 
 @dataclass
 class LoggerConfig:
-    """Where figures go, beside the run directory's own `figures.jsonl`. Several at once: `logger=[csv,wandb]`."""
+    """Where figures go, beside the run directory's own `history.jsonl`. Several at once: `logger=[csv,wandb]`."""
 
     tensorboard: bool = False
     csv: bool = False

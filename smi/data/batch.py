@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +31,18 @@ class Origin:
     sources: tuple[str, ...]
     targets: NDArray[np.int64]
     where: Callable[[int], str]
+
+    @classmethod
+    def join(cls, origins: Sequence[Origin], documents: Sequence[int]) -> Origin:
+        """Of batches that become one, of so many documents each."""
+        ends = list(itertools.accumulate(documents))
+        targets = np.sum([origin.targets for origin in origins], axis=0)
+        return cls(origins[0].sources, targets, partial(_place, list(origins), ends))
+
+
+def _place(origins: list[Origin], ends: list[int], document: int) -> str:
+    number = bisect_right(ends, document)
+    return origins[number].where(document - (ends[number - 1] if number else 0))
 
 
 @dataclass(frozen=True, eq=False)

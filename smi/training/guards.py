@@ -44,9 +44,15 @@ def explain_gradient(model: nn.Module, loss: Loss, batches: Sequence[PackedBatch
     """
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
     for number, batch in enumerate(batches, 1):
-        # not through backward(): that is what ranks synchronise in
+        for parameter in parameters:
+            parameter.grad = None
+        # not through backward(): that is what ranks synchronise in. The pieces of a long document add theirs alone
         gradients = torch.autograd.grad(loss(batch), parameters, allow_unused=True)
-        broken = [n for n, g in zip(names, gradients, strict=True) if g is not None and not bool(g.isfinite().all())]
+        broken = [
+            name
+            for name, parameter, gradient in zip(names, parameters, gradients, strict=True)
+            if any(part is not None and not bool(part.isfinite().all()) for part in (gradient, parameter.grad))
+        ]
         if broken:
             return (
                 f"last in the gradient of {broken[-1]} ({len(broken)} of {len(names)} parameters); "

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from smi.config import Config
 
-FIGURES_FILE = "figures.jsonl"
+HISTORY_FILE = "history.jsonl"
 
 
 def build_loggers(config: Config) -> list[Logger]:
@@ -42,13 +42,13 @@ def build_loggers(config: Config) -> list[Logger]:
                 resume="allow",
             )
         )
-    return [*found, FiguresFile(folder)]
+    return [*found, History(folder)]
 
 
-class FiguresFile(Logger):
-    """``figures.jsonl`` in the run directory: a line of JSON a row of figures, which `report.html` is made from.
+class History(Logger):
+    """``history.jsonl`` in the run directory: a line of JSON a row of figures, which `report.html` is made from.
 
-    Read with `read_figures`. A number that is not finite is written as null.
+    Read with `read_history`. A number that is not finite is written as null.
     """
 
     def __init__(self, folder: Path):
@@ -70,7 +70,7 @@ class FiguresFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
-        append_lines(self.folder / FIGURES_FILE, [{"step": step} | values])
+        append_lines(self.folder / HISTORY_FILE, [{"step": step} | values])
 
 
 class WandbRun(loggers.WandbLogger):
@@ -116,10 +116,10 @@ def cut_lines(file: Path, step: int) -> None:
         draft.replace(file)
 
 
-def read_figures(folder: Path) -> dict[str, dict[int, float]]:
+def read_history(folder: Path) -> dict[str, dict[int, float]]:
     """The figures in a run directory: name -> step -> value."""
     found: dict[str, dict[int, float]] = {}
-    for row in read_lines(folder / FIGURES_FILE):
+    for row in read_lines(folder / HISTORY_FILE):
         for name, value in row.items():
             if name != "step" and value is not None:
                 found.setdefault(name, {})[row["step"]] = value

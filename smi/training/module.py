@@ -185,7 +185,7 @@ class SMIModule(L.LightningModule):
         self._validation = None
         figures = _means("val", totals)
         fitting = self.trainer.state.fn == TrainerFn.FITTING
-        self.log_dict(figures, logger=not fitting)
+        self.log_dict(figures, logger=False if fitting else None)
         if fitting and not self.trainer.sanity_checking:
             self.record(figures)
 

@@ -1,6 +1,6 @@
 """What became of a run, for people: `report.html` in its directory.
 
-Made from the files beside it alone (`config.yaml`, `figures.jsonl`, `samples.jsonl`), with its pictures inside.
+Made from the files beside it alone (`config.yaml`, `history.jsonl`, `samples.jsonl`), with its pictures inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from smi.pages import page, picture, table
 from smi.protocol.render import COLOURS, visible
 from smi.protocol.tokens import BlockType
-from smi.training.loggers import FIGURES_FILE, cut_lines, read_figures, read_lines
+from smi.training.loggers import HISTORY_FILE, cut_lines, read_history, read_lines
 from smi.training.report_plots import KINDS, plots
 from smi.training.run_directory import CONFIG_FILE
 from smi.training.samples import SAMPLES_FILE
@@ -55,13 +55,12 @@ class WriteReport(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            for name in (FIGURES_FILE, SAMPLES_FILE):
+            for name in (HISTORY_FILE, SAMPLES_FILE):
                 cut_lines(self.run_dir / name, trainer.global_step)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            early = "" if trainer.global_step >= trainer.max_steps else ", stopped early"
-            write_report(self.run_dir, f"Finished after {trainer.global_step:,} steps{early}.")
+            write_report(self.run_dir, finished(trainer))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not trainer.is_global_zero:
@@ -77,6 +76,12 @@ class WriteReport(L.Callback):
             log.warning("the report could not be written: %s", error)
 
 
+def finished(trainer: L.Trainer) -> str:
+    """The status of a run that came to its end."""
+    early = "" if trainer.global_step >= trainer.max_steps else ", stopped early"
+    return f"Finished after {trainer.global_step:,} steps{early}."
+
+
 def write_report(
     run_dir: Path, status: str, *, failed: bool = False, results: Mapping[str, float] | None = None
 ) -> Path:
@@ -87,7 +92,7 @@ def write_report(
         failed: whether that is bad news.
         results: figures of the finished model.
     """
-    figures, samples = read_figures(run_dir), read_lines(run_dir / SAMPLES_FILE)
+    figures, samples = read_history(run_dir), read_lines(run_dir / SAMPLES_FILE)
     config_text = (run_dir / CONFIG_FILE).read_text(encoding="utf-8") if (run_dir / CONFIG_FILE).is_file() else ""
     config = yaml.safe_load(config_text) or {}
     name = str(config.get("name", run_dir.name))

@@ -12,7 +12,7 @@ import pytest
 from small_run import fit, small_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from smi.training.loggers import FIGURES_FILE, append_lines, cut_lines, read_figures, read_lines
+from smi.training.loggers import HISTORY_FILE, append_lines, cut_lines, read_history, read_lines
 
 
 def from_csv(run_dir):
@@ -92,7 +92,7 @@ def run(tmp_path_factory):
 
 def test_all_loggers_agree(run):
     folder = Path(run[0].paths.run_dir)
-    want = read_figures(folder)
+    want = read_history(folder)
     assert list(want["train/loss"]) == [1, 2, 3, 4]
     assert list(want["val/loss"]) == [2, 4]
     assert all(math.isfinite(value) for points in want.values() for value in points.values())
@@ -109,7 +109,7 @@ def test_all_loggers_agree(run):
 
 def test_what_is_logged(run):
     config, module = run
-    figures = read_figures(Path(config.paths.run_dir))
+    figures = read_history(Path(config.paths.run_dir))
     for kind in ("act", "eot", "eos", "out"):
         for stage in ("train", "val"):
             for what in ("loss", "accuracy", "entropy"):
@@ -141,7 +141,7 @@ def test_what_is_logged(run):
 def test_the_means_by_type_add_up(run):
     """Weighted by their tokens, the types give the whole; what is logged for one cannot be that of another."""
     folder = Path(run[0].paths.run_dir)
-    figures = read_figures(folder)
+    figures = read_history(folder)
     losses = [points[4] for name, points in figures.items() if name.startswith("val/loss_")]
     assert min(losses) <= figures["val/loss"][4] <= max(losses)
     assert len(set(losses)) == len(losses) >= 4
@@ -183,11 +183,11 @@ def test_a_resumed_run_goes_on_in_the_same_files_and_the_same_run_of_wandb(run, 
     config, whole = run
     shutil.copytree(config.paths.run_dir, tmp_path / "run", symlinks=True)
     # as if it had been killed in the middle of a line, later than the checkpoint
-    with (tmp_path / "run" / FIGURES_FILE).open("a") as file:
+    with (tmp_path / "run" / HISTORY_FILE).open("a") as file:
         file.write('{"step": 9, "train/loss": 1.0}\n{"step": 10, "trai')
     resumed = dataclasses.replace(config, paths=dataclasses.replace(config.paths, run_dir=str(tmp_path / "run")))
     _, module = fit(resumed, tmp_path / "run" / "checkpoints" / "step-2.ckpt")
-    got, want = read_figures(tmp_path / "run"), read_figures(Path(config.paths.run_dir))
+    got, want = read_history(tmp_path / "run"), read_history(Path(config.paths.run_dir))
     assert got.keys() == want.keys()
     for name in want:
         if not name.startswith(("speed/", "memory/")):

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from small_run import fit, small_config
 
 from smi.training.checkpoint import list_checkpoints
-from smi.training.loggers import FIGURES_FILE, append_lines
+from smi.training.loggers import HISTORY_FILE, append_lines
 from smi.training.report import REPORT, write_report
 from smi.training.samples import SAMPLES_FILE
 
@@ -110,7 +110,7 @@ def test_a_failed_run_says_why(tmp_path):
 
 def test_nothing_that_was_said_becomes_markup(tmp_path):
     evil = "<script>alert(1)</script>\x1b[31m\u202e"
-    append_lines(tmp_path / FIGURES_FILE, [{"step": 1, "train/loss": 1.0, evil: 2.0}])
+    append_lines(tmp_path / HISTORY_FILE, [{"step": 1, "train/loss": 1.0, evil: 2.0}])
     row = {"prompt": [["usr", evil]], "expected": [["out", "x"]], "reply": [["act", evil]]}
     append_lines(tmp_path / SAMPLES_FILE, [{"step": 1, "verdicts": ["unreadable"], "reason": "max_tokens"} | row])
     write_report(tmp_path, evil, results={evil: 1.0})
@@ -128,7 +128,7 @@ def test_a_run_without_a_step_has_a_page(tmp_path):
 
 def test_long_runs_stay_readable(tmp_path):
     rows = [{"step": step, "train/loss": 10 / (step + 1), "speed/tokens_per_s": 1e6 + step} for step in range(3000)]
-    (tmp_path / FIGURES_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / HISTORY_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_report(tmp_path, "Finished.")
     page = read(tmp_path)
     assert len(images(page)) == 2

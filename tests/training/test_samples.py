@@ -16,7 +16,7 @@ from smi.protocol.stream import Block, Stream, Transmission
 from smi.protocol.tokens import BlockType, Side
 from smi.runtime.turn import Reply
 from smi.tokenizer import load_tokenizer
-from smi.training.loggers import read_figures, read_lines
+from smi.training.loggers import read_history, read_lines
 from smi.training.models import build_model
 from smi.training.samples import SAMPLES_FILE, Prompt, _figures, _verdicts, prompts, write_samples
 
@@ -44,7 +44,7 @@ def test_training_is_the_same_with_and_without_samples(tmp_path):
     assert not (tmp_path / "without" / SAMPLES_FILE).exists()
     # the same prompts each time
     assert [row["prompt"] for row in rows[:count]] == [row["prompt"] for row in rows[-count:]]
-    assert read_figures(tmp_path / "with")["samples/actions"].keys() == {1, 2, 3}
+    assert read_history(tmp_path / "with")["samples/actions"].keys() == {1, 2, 3}
 
 
 def test_the_model_is_left_as_it_was(tmp_path):

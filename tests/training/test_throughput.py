@@ -11,7 +11,7 @@ from smi.model import RWKV7Config, RWKV7ForCausalLM
 from smi.protocol.codec import encode
 from smi.protocol.conversation import to_stream
 from smi.tokenizer import load_tokenizer
-from smi.training.loggers import read_figures
+from smi.training.loggers import read_history
 from smi.training.loss import supervised_loss
 from smi.training.throughput import known_peak, step_flops
 
@@ -55,7 +55,7 @@ def test_peaks_are_of_known_devices_in_bfloat16(monkeypatch):
 
 def test_utilisation_is_flops_over_peak(tmp_path):
     _, module = fit(small_config(tmp_path, "hardware.peak_tflops=0.01", "trainer.max_steps=2", "trainer.val_every=9"))
-    figures = read_figures(tmp_path)
+    figures = read_history(tmp_path)
     tokens = figures["data/tokens"][2] - figures["data/tokens"][1]
     targets = figures["data/supervised_tokens"][2] - figures["data/supervised_tokens"][1]
     seconds = tokens / figures["speed/model_tokens_per_s"][2]
