@@ -106,8 +106,8 @@ class SMIModule(L.LightningModule):
     @property
     def due(self) -> bool:
         """Whether the figures of the latest micro-batch are written: those of every so many steps, and of the last."""
-        step = self.global_step
-        return self.stepped and (step % self.trainer.log_every_n_steps == 0 or step == self.trainer.max_steps)
+        step, trainer = self.global_step, cast(Any, self.trainer)
+        return self.stepped and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps)
 
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
         self.stepped = False
