@@ -82,6 +82,12 @@ class TestDryRun:
         published, more, residual = 2_948_065_280, 2 * 64 * 2560, (2 * 64 + 1) * 2560
         assert f"{(published + more - residual) / 1e6:,.1f}M parameters" in dry(config)
 
+    def test_a_card_that_is_too_small_is_said(self):
+        small = ["hardware.memory_gib=4", "tokenizer=rwkv_world"]
+        assert " of 4.0 GiB a device" in dry(composed("+recipe=quickstart", *small))
+        with pytest.raises(ValueError, match=r"needs about .* GiB a device, .* and the device has 4: try"):
+            dry(composed("+recipe=quickstart", *small, "model=rwkv7_0b4"))
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
     def test_every_reason_is_listed(self):
         with pytest.raises(ValueError, match="this run cannot start") as error:
