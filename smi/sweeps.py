@@ -72,17 +72,22 @@ class Job:
         return {key.lstrip("+"): value for key, value in pairs}
 
 
+def is_installed(group: str, option: str) -> bool:
+    """Whether Hydra's plugin for an option of the group `sweep` is there; other options need none."""
+    if group != "sweep" or option not in NEEDED:
+        return True
+    try:
+        return importlib.util.find_spec(NEEDED[option][0]) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def check_installed(arguments: Sequence[str]) -> None:
     """Raises ValueError where the command line asks for a sweeper or launcher that is not installed."""
     for argument in arguments:
-        module, extra = NEEDED.get(argument.removeprefix("sweep="), (None, None))
-        if not argument.startswith("sweep=") or module is None:
-            continue
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
+        group, _, option = argument.partition("=")
+        if not is_installed(group, option):
+            module, extra = NEEDED[option]
             raise ValueError(f"{argument} needs {module.split('.')[1]}: pip install 'smi[{extra}]'")
 
 

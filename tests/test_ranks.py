@@ -69,7 +69,7 @@ def test_the_gradient_is_the_same_however_documents_are_split(tmp_path: Path) ->
     paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
     smi(str(tmp_path / "found"), cwd=tmp_path, module=launch, PYTHONPATH=os.pathsep.join(paths))
     found = json.loads((tmp_path / "found").read_text())
-    assert {way["strategy"] for way in found} == {"DDPStrategy", "ModelParallelStrategy"}
+    assert {way["strategy"] for way in found} == {"DDPStrategy", "ShardedStrategy"}
     assert len({str(way["batches"]) for way in found}) > 5
     for way in found:
         assert way["error"] < 1e-6, way

@@ -18,7 +18,7 @@ from smi.training.callbacks import ProgressReport
 from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from smi.training.debugging import build_profiler
 from smi.training.loggers import build_logger
-from smi.training.sharding import sharded_strategy
+from smi.training.sharding import ShardedStrategy
 
 _ENVIRONMENTS: dict[str, type[ClusterEnvironment]] = {
     "lightning": LightningEnvironment,
@@ -95,6 +95,6 @@ def _strategy(hardware: HardwareConfig) -> str | Strategy:
     if hardware.strategy == "single":
         return "auto"
     if hardware.strategy == "fsdp":
-        return sharded_strategy(hardware.devices * hardware.nodes, backend)
+        return ShardedStrategy(hardware.devices * hardware.nodes, backend)
     # the buffers are constants
     return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True, forward_sync_buffers=False)
