@@ -45,6 +45,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     from smi.training.export import export_model, write_card
     from smi.training.models import build_model
     from smi.training.module import SMIModule
+    from smi.training.report import finished, write_report
     from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
     from smi.training.sharding import whole_model
@@ -74,7 +75,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        fit(trainer, SMIModule(model, optimization(config)), checkpoint, **feed(config, data))
+        fit(trainer, SMIModule(model, optimization(config)), feed(config, data), checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
     model = whole_model(trainer, model)
@@ -91,9 +92,16 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
         config_yaml=config_yaml,
         figures={"steps": trainer.global_step} | figures,
     )
-    console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
+    report = run_dir / "report.html"
+    console.print(
+        f"\nrun directory   {run_dir}\nreport          {report}\nexported model  {export}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if config.data.held_out_tasks:
-        figures |= evaluate_tasks(config, model, tokenizer, console)
+        held_out = evaluate_tasks(config, model, tokenizer, console)
+        figures |= held_out
+        write_report(run_dir, finished(trainer), results=held_out)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
     finish(config, figures, trainer.global_step)
     return figures
@@ -116,8 +124,6 @@ def main() -> None:
     try:
         sys.argv[1:] = check_arguments(sys.argv[1:])
         check_installed(sys.argv[1:])
-        if "dry_run=true" in sys.argv:
-            sys.argv.append("hydra.run.dir=.")  # hydra makes a directory, and a dry run writes nothing
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
