@@ -28,10 +28,10 @@ def test_an_optuna_sweep_with_a_trial_that_diverges_and_one_that_raises(tmp_path
     )
     folder = tmp_path / "sweep"
     jobs = {job.values["optim.lr"]: job for job in read_jobs(folder)}
-    assert {lr: job.status for lr, job in jobs.items()} == {"0.005": "ok", "1e38": "diverged", "fast": "failed"}
-    assert "the loss of step 2 is nan" in jobs["1e38"].error
+    assert {lr: job.status for lr, job in jobs.items()} == {"0.005": "ok", "1e+38": "diverged", "fast": "failed"}
+    assert "the loss of step 2 is nan" in jobs["1e+38"].error
     assert "optim.lr should be a number, not 'fast'" in jobs["fast"].error
-    for lr in ("1e38", "fast"):
+    for lr in ("1e+38", "fast"):
         assert f"job {jobs[lr].number} (optim.lr={lr}) {jobs[lr].status}: {jobs[lr].error}" in output.replace(
             "\n  ", " "
         )
