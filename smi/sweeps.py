@@ -145,7 +145,8 @@ def _command(hydra: Any) -> list[str]:
 def _execute(command: list[str], log: Path, number: int) -> tuple[int, str]:
     """Runs a job, shows what it prints under its number, and keeps it in `log`; exit status and last words."""
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    last = error = ""
+    last = ""
+    error: list[str] = []
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
@@ -164,7 +165,11 @@ def _execute(command: list[str], log: Path, number: int) -> tuple[int, str]:
                 file.flush()
                 print(f"[{number}] {line}", end="", flush=True)
                 last = line.strip() or last
-                error = last if last.startswith("error") else error
+                # an error may have several lines; it is the last thing that a run says
+                if line.startswith("error"):
+                    error = [line]
+                elif error:
+                    error.append(line)
             code = process.wait()
         except BaseException:
             # Ctrl-C reaches the job as well; both ways it saves and leaves
@@ -179,7 +184,7 @@ def _execute(command: list[str], log: Path, number: int) -> tuple[int, str]:
                 signal.signal(signal.SIGTERM, before)
     if code < 0:
         return code, f"ended by {signal.Signals(-code).name}"
-    return code, (error or last).removeprefix("error: ")
+    return code, ("".join(error).rstrip() or last).removeprefix("error: ")
 
 
 def _stop_on_sigterm() -> Any:

@@ -86,10 +86,10 @@ def test_a_job_that_is_killed_is_a_failed_job(tmp_path):
     assert (tmp_path / "log").read_text() == "begun\n"
 
 
-def test_the_error_of_a_job_is_its_last_error_line(tmp_path, capfd):
-    shown = "import sys; print('error: first'); print('error: last'); print('more'); sys.exit(2)"
-    assert _execute(python(shown), tmp_path / "log", 3) == (2, "last")
-    assert "[3] error: last\n" in capfd.readouterr().out
+def test_the_error_of_a_job_is_what_it_says_last(tmp_path, capfd):
+    shown = "import sys; print('error: first'); print('error: last:\\n  it broke'); sys.exit(2)"
+    assert _execute(python(shown), tmp_path / "log", 3) == (2, "last:\n  it broke")
+    assert "[3] error: last:\n[3]   it broke\n" in capfd.readouterr().out
     assert _execute(python("print('words'); exit(1)"), tmp_path / "log", 3) == (1, "words")
 
 
