@@ -17,15 +17,14 @@ from smi.runtime.evaluation import score_actions
 from smi.tokenizer import Tokenizer
 from smi.training.module import Optimization
 
-log = logging.getLogger("smi")
-
 
 def quiet_libraries() -> None:
     """Leaves the console to what a person training a model wants to read."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if process_rank():
-        log.setLevel(logging.WARNING)  # the first process has said it
+        for name in ("smi", "smi_kernels"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # the first process has said it
     transformers.utils.logging.disable_progress_bar()
     for message in (
         ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning's own use of torch
