@@ -21,6 +21,7 @@ from smi.training.guards import explain_gradient, explain_loss
 from smi.training.loss import LossSums, supervised_loss
 from smi.training.memory import keep_freed_memory
 from smi.training.optim import average_and_clip, cosine_with_warmup, parameter_groups
+from smi.training.sharding import shard
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ class SMIModule(L.LightningModule):
         """Whether a loss or a gradient that is not finite stops the run."""
         self.stepped = False
         """Whether the latest micro-batch finished an optimizer step."""
+
+    def configure_model(self) -> None:
+        shard(self, self.model.rwkv7.blocks, forward="_loss")
 
     def on_fit_start(self) -> None:
         if self.device.type == "cpu":
