@@ -156,9 +156,9 @@ class SMIModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
         # after the callbacks', which add figures
-        if self.stepped:
-            self.log_dict(self.figures, logger=False)
         if self.due:
+            # for other callbacks; lightning takes half a millisecond a name, too long for each step
+            self.log_dict(self.figures, logger=False)
             self.record(self.figures)
 
     def record(self, figures: dict[str, float]) -> None:
