@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from smi.config import Config
-from smi.training.checkpoint import check_checkpoint, list_checkpoints
+from smi.training.checkpoint import check_checkpoint, list_checkpoints, newest_sound, step_of
 
 log = logging.getLogger("smi")
 
@@ -42,13 +42,19 @@ def find_checkpoint(config: Config) -> Path | None:
         if not found:
             log.info("resume=auto: no checkpoint in %s yet, starting from the beginning", folder / "checkpoints")
             return None
-        checkpoint = found[-1]
+        checkpoint = newest_sound(found)
     else:
         checkpoint = Path(config.resume)
         own = checkpoint.parent.resolve() == (folder / "checkpoints").resolve()
         if folder.is_dir() and any(folder.iterdir()) and not own:
             raise ValueError(f"{checkpoint} is not of the run in {folder}: choose another paths.run_dir")
-    check_checkpoint(checkpoint)
+        check_checkpoint(checkpoint)
+        newer = [file.name for file in list_checkpoints(checkpoint.parent) if step_of(file) > step_of(checkpoint)]
+        if own and newer:
+            raise ValueError(
+                f"the run in {folder} has come further than {checkpoint.name}: to {', '.join(newer)}. Choose another "
+                "paths.run_dir to branch off, or move those away"
+            )
     _check_same_settings(config, checkpoint.parent.parent / CONFIG_FILE)
     log.info("going on from %s", checkpoint)
     return checkpoint
