@@ -33,6 +33,7 @@ def train(config: Config) -> dict[str, float]:
     from smi.training.export import export_model, write_card
     from smi.training.models import build_model
     from smi.training.module import SMIModule
+    from smi.training.origin import keep_origin
     from smi.training.run_directory import find_checkpoint, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
     from smi.training.trainer import build_trainer
@@ -51,6 +52,7 @@ def train(config: Config) -> dict[str, float]:
     model = build_model(config, tokenizer)
     data.setup()
     config_yaml = write_config(config)
+    origin = keep_origin(config, tokenizer)
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
@@ -67,6 +69,7 @@ def train(config: Config) -> dict[str, float]:
         formats=config.trainer.export,
         config_yaml=config_yaml,
         figures={"steps": trainer.global_step} | figures,
+        origin=origin,
     )
     console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
     if config.data.held_out_tasks:

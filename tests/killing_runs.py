@@ -13,8 +13,8 @@ import time
 import traceback
 from pathlib import Path
 
+from killed_run import data, fit
 from shards import prepared
-from small_run import data, fit
 
 from smi.training.checkpoint import check_checkpoint, list_checkpoints
 

@@ -17,8 +17,7 @@ from shards import prepared
 from test_data_datamodule import Bytes, Recorder, mark
 
 from smi.data import SMIDataModule
-from smi.training.checkpoint import AtomicCheckpointIO, list_checkpoints
-from smi.training.saving import Checkpoints
+from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints, list_checkpoints
 
 
 class Ranked(Recorder):

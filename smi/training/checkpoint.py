@@ -8,15 +8,21 @@ look at them. It is made before a new checkpoint gets its name, and before a run
 import logging
 import os
 import pickle
+import random
 import re
+import uuid
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import numpy as np
 import torch
+import torch.distributed
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
 
 log = logging.getLogger("smi")
 
@@ -121,7 +127,7 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
     except Exception as error:
         raise DamagedCheckpoint(f"the checkpoint {file} cannot be read: {_first_line(error)}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is no training checkpoint: it holds a {type(content).__name__}")
+        raise ValueError(f"{file} is no training checkpoint: it holds a {type(content).__name__}")  # noqa: TRY004
     return content
 
 
@@ -149,5 +155,155 @@ def newest_sound(files: Sequence[Path]) -> Path:
                 log.warning("DAMAGED: %s. It is passed over", text)
             return file
     raise ValueError(
-        f"{'; '.join(damage)}. There is no other to go on from: restore one, or start a new run in another paths.run_dir"
+        f"{'; '.join(damage)}. There is no other to go on from: restore it, or start a new run in another paths.run_dir"
     )
+
+
+class Checkpoints(Checkpoint):
+    """Saves ``step-N.ckpt`` every so many optimizer steps and after the last one, and keeps the newest ones.
+
+    - A step is saved after the validation that follows it: a run that goes on from there does not leave that out.
+    - With the state of every random generator on every rank, draws go on as well as weights and data do.
+    - An old checkpoint goes only when the new one is whole on the disk, and only one that this run wrote, here or
+      before it was resumed.
+    - A save that fails ends the run on every rank, with the path and the reason.
+
+    Args:
+        folder: where to save.
+        every: optimizer steps between two saves.
+        keep: how many to keep.
+    """
+
+    def __init__(self, folder: Path, every: int, keep: int):
+        self.folder, self.every, self.keep = folder, every, keep
+        # in every checkpoint of a run, however often it is resumed
+        self.run = uuid.uuid4().hex
+        self._resumed_run = self.run
+        self._saved = -1
+        self._written: list[Path] = []
+        # what is to be put back, by rank
+        self._loaded_states: list[dict[str, Any]] = []
+        # at the head of the step in progress, whose batches are drawn for again where it is saved in between
+        self._head: tuple[int, dict[str, Any]] = -1, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self.run}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed_run = state_dict["run"]
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        step, state = self._head
+        states: list[Any] = [state if step == trainer.global_step else random_state()]
+        if trainer.world_size > 1:
+            (own,), states = states, [None] * trainer.world_size
+            torch.distributed.all_gather_object(states, own)
+        checkpoint["random_states"] = states
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded_states = checkpoint.get("random_states", [])
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved = trainer.global_step
+        # a run that begins from another one's checkpoint is a run of its own
+        if trainer.ckpt_path is None or Path(trainer.ckpt_path).resolve().parent != self.folder.resolve():
+            return
+        self.run = self._resumed_run
+        if trainer.is_global_zero:
+            earlier = [file for file in list_checkpoints(self.folder) if step_of(file) <= trainer.global_step]
+            self._written = [file for file in earlier if run_of(file) == self.run]
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        # only now: what happens between the start of a run and its first batch may draw numbers as well
+        states, self._loaded_states = self._loaded_states, []
+        if len(states) == trainer.world_size:
+            set_random_state(states[trainer.global_rank])
+        elif states:
+            log.warning("%d ranks went on as %d: their random generators start anew", len(states), trainer.world_size)
+        if self._head[0] != trainer.global_step:
+            self._head = trainer.global_step, random_state()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._due(trainer) and not validation_follows(trainer):
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking and self._due(trainer):
+            self.save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # where it ended early
+        self.save(trainer)
+
+    def _due(self, trainer: L.Trainer) -> bool:
+        return trainer.global_step % self.every == 0 or trainer.global_step == trainer.max_steps
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Saves the step that was finished last, unless that was done; called on all ranks together.
+
+        Raises OSError on every rank where it fails on the one that writes.
+        """
+        if trainer.global_step == self._saved:
+            return
+        file = self.folder / f"step-{trainer.global_step}.ckpt"
+        failure: OSError | None = None
+        try:
+            trainer.save_checkpoint(file)
+        except OSError as error:
+            failure = error
+            # the other ranks wait at the end of save_checkpoint for the one that writes
+            trainer.strategy.barrier()
+        if failure is None and trainer.is_global_zero:
+            try:
+                self._keep(file)
+            except OSError as error:
+                failure = error
+        reason = trainer.strategy.broadcast(None if failure is None else str(failure))
+        if reason is not None:
+            raise failure or OSError(reason)
+        self._saved = trainer.global_step
+
+    def _keep(self, file: Path) -> None:
+        self._written = [*(known for known in self._written if known != file), file]
+        while len(self._written) > self.keep:
+            self._written[0].unlink(missing_ok=True)
+            del self._written[0]
+
+
+def run_of(file: Path) -> str | None:
+    """The run that wrote a checkpoint; None for what is none, or has no mark of one."""
+    try:
+        return read_checkpoint(file)["callbacks"][Checkpoints.__qualname__]["run"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def validation_follows(trainer: L.Trainer) -> bool:
+    """Whether Lightning is going to validate after the batch that has just ended."""
+    loop = trainer.fit_loop
+    fetcher = loop._data_fetcher
+    assert fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random generator of this process, in values that weights_only lets through."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": [version, torch.tensor(numbers), gauss],
+        "numpy": [name, torch.tensor(np.asarray(keys).astype(np.int64)), *rest],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Puts every random generator of this process where it was."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -7,9 +7,8 @@ from rich.console import Console
 
 from smi.config import Config
 from smi.training.callbacks import ProgressReport
-from smi.training.checkpoint import AtomicCheckpointIO
+from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from smi.training.loggers import build_logger
-from smi.training.saving import Checkpoints
 
 
 def build_trainer(config: Config, console: Console) -> L.Trainer:

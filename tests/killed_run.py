@@ -2,12 +2,14 @@
 
 import csv
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from test_data_datamodule import Bytes
 
@@ -15,9 +17,8 @@ from smi.data import SMIDataModule
 from smi.data.batch import PackedBatch
 from smi.data.prepared import PreparedSource
 from smi.model import RWKV7Config, RWKV7ForCausalLM
-from smi.training.checkpoint import AtomicCheckpointIO, list_checkpoints, newest_sound, read_checkpoint
+from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints, list_checkpoints, newest_sound, read_checkpoint
 from smi.training.module import Optimization, SMIModule
-from smi.training.saving import Checkpoints
 from smi.training.setup import quiet_libraries
 
 RANKS = {"decay_low_rank_dim": 8, "a_low_rank_dim": 8, "v_low_rank_dim": 8, "gate_low_rank_dim": 8}
@@ -40,18 +41,24 @@ def fit(
     keep: int = 1,
     accumulate: int = 2,
     val_every: int = 3,
+    start: Path | None = None,
+    at_step: Callable[[L.Trainer], None] = lambda trainer: None,
     **trainer: Any,
 ) -> L.Trainer:
-    """Begins a run, or goes on with it. Counts are in optimizer steps; `trainer` are more arguments of Lightning's."""
+    """Begins a run, at a checkpoint `start` perhaps, or goes on with it. Counts are in optimizer steps.
+
+    `at_step` is called before what is saved; `trainer` are more arguments of Lightning's.
+    """
     quiet_libraries()
     saved = list_checkpoints(run_dir / "checkpoints")
     L.seed_everything(0, verbose=False)
-    model = RWKV7ForCausalLM(
-        RWKV7Config(vocab_size=320, hidden_size=16, num_hidden_layers=1, head_dim=16, **RANKS)
-    )
+    model = RWKV7ForCausalLM(RWKV7Config(vocab_size=320, hidden_size=16, num_hidden_layers=1, head_dim=16, **RANKS))
     model.train()
     model.wkv_backend = "chunked"
-    callbacks = [Checkpoints(run_dir / "checkpoints", every, keep), *trainer.pop("callbacks", [])]
+    callbacks = [
+        Checkpoints(run_dir / "checkpoints", every, keep),
+        LambdaCallback(on_train_batch_end=lambda t, *_: at_step(t)),
+    ]
     settings = {
         "accelerator": "cpu",
         "devices": 1,
@@ -62,15 +69,23 @@ def fit(
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
-        "logger": CSVLogger(run_dir, name="csv"),
+        "logger": Recording(run_dir, name="csv"),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "plugins": [AtomicCheckpointIO()],
     }
     fitted = L.Trainer(callbacks=callbacks, **settings | trainer)
     module = Drawing(model, Optimization(lr=1e-2, max_steps=steps, warmup_steps=5))
-    fitted.fit(module, datamodule=data(source, steps, accumulate), ckpt_path=newest_sound(saved) if saved else None)
+    fitted.fit(module, datamodule=data(source, steps, accumulate), ckpt_path=newest_sound(saved) if saved else start)
     return fitted
+
+
+class Recording(CSVLogger):
+    """Writes each row at once."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        super().log_metrics(metrics, step)
+        self.save()
 
 
 def data(source: PreparedSource, steps: int, accumulate: int) -> SMIDataModule:
