@@ -156,7 +156,12 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """How long, how often, and what is kept. Every count is in optimizer steps."""
+    """How long, how often, and what is kept. Every count is in optimizer steps.
+
+    For looking into a run (`debug=`): `overfit_batches` trains on so many micro-batches again and again, 0 on all;
+    `profiler`: simple, advanced or pytorch, writes where the time went into the run directory; `detect_anomaly`
+    stops at the operation whose gradient is not a number, at a price in speed.
+    """
 
     max_steps: int = MISSING
     accumulate: int = 1
@@ -165,6 +170,9 @@ class TrainerConfig:
     checkpoint_every: int = 100
     keep_checkpoints: int = 1
     export: list[str] = field(default_factory=lambda: ["hf", "native"])
+    overfit_batches: int = 0
+    profiler: str | None = None
+    detect_anomaly: bool = False
 
 
 @dataclass
@@ -187,11 +195,15 @@ class Config:
     """A whole run.
 
     `resume`: none, auto (the newest checkpoint in `paths.run_dir`, if there is one), or a checkpoint file.
+    `dry_run`: check everything and say what would be trained on what, and no more. `wait_for`: the manifest of
+    `data.mixture`, which is being prepared elsewhere; training begins when it is there.
     """
 
     name: str = MISSING
     seed: int = 0
     resume: str = "none"
+    dry_run: bool = False
+    wait_for: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -211,6 +223,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prepare.dedupe": ("exact", "normalised", "near"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
     "trainer.export": ("hf", "native", "fla"),
+    "trainer.profiler": ("simple", "advanced", "pytorch"),
     "hardware.accelerator": ("cpu", "gpu"),
     "hardware.precision": ("32-true", "bf16-mixed"),
 }
@@ -250,4 +263,5 @@ LEAST: dict[str, float] = {
     "trainer.log_every": 1,
     "trainer.checkpoint_every": 1,
     "trainer.keep_checkpoints": 1,
+    "trainer.overfit_batches": 0,
 }

@@ -2,11 +2,14 @@
 
 python -m smi.train +recipe=quickstart
 python -m smi.train +recipe=quickstart optim.lr=1e-3 trainer.max_steps=50
+python -m smi.train +recipe=quickstart dry_run=true                   # is everything there? trains nothing
+python -m smi.train --config-dir RUN_DIR +recipe=rerun                # the run in RUN_DIR once more
 python -m smi.train -m +recipe=quickstart seed=1,2
 """
 
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -14,12 +17,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from smi.composing import ConfigError, check_override, config_dir, judge, recipes, register
+from smi.composing import ConfigError, config_dir, judge, recipes, register
 from smi.config import Config
+from smi.origins import trace
+from smi.overrides import check_arguments
 
 
-def train(config: Config) -> dict[str, float]:
-    """One run, from a judged config to an export directory. Returns its figures by name.
+def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """One run, from a judged config to an export directory. Returns its figures by name; none after a dry run.
+
+    `overrides` are those of the command line, to be kept with the run.
 
     Raises:
         ValueError: whatever is wrong with config, files, checkpoint, data or kernel, before training starts.
@@ -30,19 +37,26 @@ def train(config: Config) -> dict[str, float]:
     from rich.console import Console
 
     from smi.data.recipe import build_data, build_tokenizer
+    from smi.training.debugging import feed
+    from smi.training.dry_run import check_run
     from smi.training.export import export_model, write_card
     from smi.training.models import build_model
     from smi.training.module import SMIModule
     from smi.training.origin import keep_origin
-    from smi.training.run_directory import find_checkpoint, write_config
+    from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
     from smi.training.trainer import build_trainer
+    from smi.training.waiting import wait_for_mixture
 
     quiet_libraries()
     # a log file is no narrower than a terminal
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if config.dry_run:
+        check_run(config, console)
+        return {}
     run_dir = Path(config.paths.run_dir)
     checkpoint = find_checkpoint(config)
+    wait_for_mixture(config, console)
     L.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -51,12 +65,12 @@ def train(config: Config) -> dict[str, float]:
     data = build_data(config, tokenizer)
     model = build_model(config, tokenizer)
     data.setup()
-    config_yaml = write_config(config)
+    config_yaml = write_config(config, overrides)
     origin = keep_origin(config, tokenizer)
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
+        trainer.fit(SMIModule(model, optimization(config)), **feed(config, data), ckpt_path=checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
     data.report(console)
@@ -75,6 +89,7 @@ def train(config: Config) -> dict[str, float]:
     if config.data.held_out_tasks:
         figures |= evaluate_tasks(config, model, tokenizer, console)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
+    finish(config, figures, trainer.global_step)
     return figures
 
 
@@ -93,8 +108,9 @@ def main() -> None:
         print(_usage())
         sys.exit(2)
     try:
-        for argument in sys.argv[1:]:
-            check_override(argument)
+        sys.argv[1:] = check_arguments(sys.argv[1:])
+        if "dry_run=true" in sys.argv:
+            sys.argv.append("hydra.run.dir=.")  # hydra makes a directory, and a dry run writes nothing
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -102,12 +118,14 @@ def main() -> None:
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
     def run(composed: DictConfig) -> dict[str, float]:
-        alone = HydraConfig.get().mode == RunMode.RUN
+        job = HydraConfig.get()
+        alone, overrides = job.mode == RunMode.RUN, list(job.overrides.task)
         try:
-            if not alone and any(o.startswith("paths.run_dir=") for o in HydraConfig.get().overrides.task):
+            if not alone and any(o.startswith("paths.run_dir=") for o in overrides):
                 raise ConfigError("a sweep has a folder for each job: set hydra.sweep.dir instead of paths.run_dir")
-            composed.paths.run_dir = HydraConfig.get().runtime.output_dir
-            return train(judge(composed))
+            if not composed.dry_run:
+                composed.paths.run_dir = job.runtime.output_dir
+            return train(judge(composed, trace()), overrides)
         except (ValueError, OSError, FloatingPointError) as error:
             if not alone:  # in a sweep the other jobs go on, and Hydra reports the failed ones
                 raise

@@ -8,6 +8,7 @@ from rich.console import Console
 from smi.config import Config
 from smi.training.callbacks import ProgressReport
 from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
+from smi.training.debugging import build_profiler
 from smi.training.loggers import build_logger
 
 
@@ -25,6 +26,8 @@ def build_trainer(config: Config, console: Console) -> L.Trainer:
         check_val_every_n_epoch=None,
         log_every_n_steps=config.trainer.log_every,
         logger=build_logger(config),
+        profiler=build_profiler(config),
+        detect_anomaly=config.trainer.detect_anomaly,
         callbacks=[
             ProgressReport(console, config.trainer.log_every, run_dir),
             Checkpoints(run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints),
