@@ -43,6 +43,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     from smi.training.models import build_model
     from smi.training.module import SMIModule
     from smi.training.origin import keep_origin
+    from smi.training.report import finished, write_report
     from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
     from smi.training.trainer import build_trainer
@@ -85,9 +86,16 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
         figures={"steps": trainer.global_step} | figures,
         origin=origin,
     )
-    console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
+    report = run_dir / "report.html"
+    console.print(
+        f"\nrun directory   {run_dir}\nreport          {report}\nexported model  {export}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if config.data.held_out_tasks:
-        figures |= evaluate_tasks(config, model, tokenizer, console)
+        held_out = evaluate_tasks(config, model, tokenizer, console)
+        figures |= held_out
+        write_report(run_dir, finished(trainer), results=held_out)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
     finish(config, figures, trainer.global_step)
     return figures

@@ -69,7 +69,7 @@ def fit(
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
-        "logger": Recording(run_dir, name="csv"),
+        "logger": CSVLogger(run_dir, name="csv"),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "plugins": [AtomicCheckpointIO()],
@@ -78,14 +78,6 @@ def fit(
     module = Drawing(model, Optimization(lr=1e-2, max_steps=steps, warmup_steps=5))
     fitted.fit(module, datamodule=data(source, steps, accumulate), ckpt_path=newest_sound(saved) if saved else start)
     return fitted
-
-
-class Recording(CSVLogger):
-    """Writes each row at once."""
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        super().log_metrics(metrics, step)
-        self.save()
 
 
 def data(source: PreparedSource, steps: int, accumulate: int) -> SMIDataModule:

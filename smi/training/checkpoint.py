@@ -250,7 +250,7 @@ class Checkpoints(Checkpoint):
         try:
             trainer.save_checkpoint(file)
         except OSError as error:
-            failure = error
+            failure = error if str(file) in str(error) else OSError(f"the checkpoint {file} is not written: {error}")
             # the other ranks wait at the end of save_checkpoint for the one that writes
             trainer.strategy.barrier()
         if failure is None and trainer.is_global_zero:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from smi.config import Config
 from smi.provenance import describe_start
-from smi.training.checkpoint import check_checkpoint, list_checkpoints, newest_sound, step_of
+from smi.training.checkpoint import check_checkpoint, list_checkpoints, newest_sound, read_checkpoint, step_of
 
 log = logging.getLogger("smi")
 
@@ -31,7 +31,18 @@ FIGURES_FILE = "figures.json"
 _NOT_AGAIN = ("paths", "resume", "dry_run", "wait_for")
 
 # what a resumed run may change; everything else decides what is learned, and in which order
-_FREE_TO_CHANGE = ("name", "resume", "dry_run", "wait_for", "paths", "logger", "kernel", "hardware", "trainer")
+_FREE_TO_CHANGE = (
+    "name",
+    "resume",
+    "dry_run",
+    "wait_for",
+    "paths",
+    "logger",
+    "callbacks",
+    "kernel",
+    "hardware",
+    "trainer",
+)
 _FREE_IN_DATA = ("workers", "on_change")
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
 _ORDER = ("seed", "data.window", "data.pack_length", "accumulate")
@@ -65,7 +76,8 @@ def find_checkpoint(config: Config) -> Path | None:
         if folder.is_dir() and any(folder.iterdir()) and not own:
             raise ValueError(f"{checkpoint} is not of the run in {folder}: choose another paths.run_dir")
         check_checkpoint(checkpoint)
-        newer = [file.name for file in list_checkpoints(checkpoint.parent) if step_of(file) > step_of(checkpoint)]
+        step = read_checkpoint(checkpoint)["global_step"]
+        newer = [file.name for file in list_checkpoints(checkpoint.parent) if step_of(file) > step]
         if own and newer:
             raise ValueError(
                 f"the run in {folder} has come further than {checkpoint.name}: to {', '.join(newer)}. Choose another "
