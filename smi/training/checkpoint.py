@@ -54,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 if hasattr(os, "posix_fadvise"):
                     # what is read back should come from the disk, not from memory
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            check_checkpoint(draft)
+            read_whole(draft)
             os.replace(draft, target)
             _sync_folder(target.parent)
         except Exception as error:
@@ -91,11 +91,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_checkpoint(file: Path) -> None:
-    """Reads the whole of `file` and holds it against the checksums in it.
+    """Raises ValueError unless `file` is a training checkpoint, and whole; see `read_whole`."""
+    if "pytorch-lightning_version" not in read_whole(file):
+        raise ValueError(f"{file} is no training checkpoint: to start from a model's weights, use model.pretrained")
+
+
+def read_whole(file: Path) -> dict[str, Any]:
+    """The content of a checkpoint, as `read_checkpoint` has it, once all of it was held against the checksums in it.
 
     Raises:
         DamagedCheckpoint: a file that is torn, or has a bit that was not written so.
-        ValueError: no such file; one that holds more than tensors and plain values; one that is something else.
+        ValueError: no such file; one that holds more than tensors and plain values.
     """
     if not file.is_file():
         raise ValueError(f"{file}: no such checkpoint file")
@@ -107,9 +113,7 @@ def check_checkpoint(file: Path) -> None:
         raise DamagedCheckpoint(f"the checkpoint {file} cannot be read: {_first_line(error)}") from error
     if broken is not None:
         raise DamagedCheckpoint(f"the checkpoint {file} cannot be read: {broken} in it has another checksum")
-    content = read_checkpoint(file)
-    if "pytorch-lightning_version" not in content:
-        raise ValueError(f"{file} is no training checkpoint: to start from a model's weights, use model.pretrained")
+    return read_checkpoint(file)
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def export_model(
 ) -> Path:
     """Writes `directory` whole or not at all: model, tokenizer, chat template, structural ids, config, card.
 
-    An earlier export of the same run makes way for it.
+    An earlier export makes way for it; with an `origin`, only one of the same run does.
 
     Each format is read back before the directory gets its name: every weight must be the same bit for bit, and the
     model built from it must give the same logits.
@@ -53,8 +53,10 @@ def export_model(
         ValueError: a model that a format cannot hold; a directory that has something else in it.
         RuntimeError: a format that does not read back; an earlier export is then left as it was.
     """
-    source = None if origin is None else read_origin(origin)
-    check_target(directory, source)
+    source = None
+    if origin is not None:
+        source = read_origin(origin)
+        check_target(directory, source)
     draft = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     model.config.eos_token_id = model.config.pad_token_id = tokenizer.eos_id
@@ -111,13 +113,13 @@ def trained_model(weights: Mapping[str, torch.Tensor], origin: Path) -> RWKV7For
     return model.eval()
 
 
-def check_target(directory: Path, source: Mapping[str, Any] | None) -> None:
+def check_target(directory: Path, source: Mapping[str, Any]) -> None:
     """Raises ValueError where `directory` has contents that are no export of the run that `source` is the origin of."""
     if directory.is_dir() and not any(directory.iterdir()):
         return
     file = directory / EXPORT_FILE
     known = json.loads(file.read_text(encoding="utf-8"))["run"] if file.is_file() else None
-    if directory.exists() and (source is None or known != source["run"]):
+    if directory.exists() and known != source["run"]:
         whose = "an export of another run" if known else "no export of a run that is known here"
         raise ValueError(f"{directory} exists and is {whose}: choose another directory, or move it away")
 
