@@ -11,16 +11,19 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from smi.composing import ConfigError, config_dir, judge, recipes, register
+from smi.composing import config_dir, judge, recipes, register
 from smi.config import Config
+from smi.hardware import check_launch, process_rank, say_error
 from smi.origins import trace
 from smi.overrides import check_arguments
+from smi.sweeps import DIVERGED, check_installed, conclude, run_job
 
 
 def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -46,15 +49,18 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     from smi.training.report import finished, write_report
     from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
-    from smi.training.trainer import build_trainer
+    from smi.training.sharding import whole_model
+    from smi.training.trainer import build_trainer, fit
     from smi.training.waiting import wait_for_mixture
 
     quiet_libraries()
+    first = process_rank() == 0
     # a log file is no narrower than a terminal
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, quiet=not first)
     if config.dry_run:
         check_run(config, console)
         return {}
+    check_launch(config)
     run_dir = Path(config.paths.run_dir)
     checkpoint = find_checkpoint(config)
     wait_for_mixture(config, console)
@@ -66,14 +72,17 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     data = build_data(config, tokenizer)
     model = build_model(config, tokenizer)
     data.setup()
-    config_yaml = write_config(config, overrides)
-    origin = keep_origin(config, tokenizer)
+    config_yaml = write_config(config, overrides) if first else ""
+    origin = keep_origin(config, tokenizer) if first else None
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        trainer.fit(SMIModule(model, optimization(config)), **feed(config, data), ckpt_path=checkpoint)
+        fit(trainer, SMIModule(model, optimization(config)), feed(config, data), checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
+    model = whole_model(trainer, model)
+    if not first:
+        return {}
     data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -117,33 +126,29 @@ def main() -> None:
         sys.exit(2)
     try:
         sys.argv[1:] = check_arguments(sys.argv[1:])
-        if "dry_run=true" in sys.argv:
-            sys.argv.append("hydra.run.dir=.")  # hydra makes a directory, and a dry run writes nothing
-    except ConfigError as error:
+        check_installed(sys.argv[1:])
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     register()
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
-    def run(composed: DictConfig) -> dict[str, float]:
+    def run(composed: DictConfig) -> Any:
         job = HydraConfig.get()
-        alone, overrides = job.mode == RunMode.RUN, list(job.overrides.task)
+        if job.mode == RunMode.MULTIRUN:
+            return run_job(composed)
         try:
-            if not alone and any(o.startswith("paths.run_dir=") for o in overrides):
-                raise ConfigError("a sweep has a folder for each job: set hydra.sweep.dir instead of paths.run_dir")
             if not composed.dry_run:
                 composed.paths.run_dir = job.runtime.output_dir
-            return train(judge(composed, trace()), overrides)
+            return train(judge(composed, trace()), list(job.overrides.task))
         except (ValueError, OSError, FloatingPointError) as error:
-            if not alone:  # in a sweep the other jobs go on, and Hydra reports the failed ones
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            say_error(error)
+            sys.exit(DIVERGED if isinstance(error, FloatingPointError) else 2)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
 
-    run()
+    sys.exit(conclude(run))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Trains in children that are killed, again and again, and at last in one that is not; prints how many died.
 
 ``python killing_runs.py DIRECTORY SEED KILLS STEPS EVERY``: the run that was not disturbed is in DIRECTORY/whole, the
-other one in DIRECTORY/killed. Half of the children die at a random one of the next few operations that make something
-last (fsync, rename, removal), the other half after a random time.
+other one in DIRECTORY/killed. A third of the children die at a random one of the next few operations that make something
+last (fsync, rename, removal), a third at a random moment of their beginning, and a third soon after a save.
 """
 
 import os
@@ -17,6 +17,9 @@ from killed_run import data, fit
 from shards import prepared
 
 from smi.training.checkpoint import check_checkpoint, list_checkpoints
+
+# whether a process has ended, which stays to be waited for
+LEFT = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 def die_at(count: int) -> None:
@@ -63,24 +66,26 @@ if __name__ == "__main__":
     # what is compiled here need not be compiled in each child
     for _ in data(SOURCE, 2, 1).train_dataloader():
         pass
-    started = time.monotonic()
     assert status_of(child(root / "whole")) == 0
-    startup = (time.monotonic() - started) / 4
     rng = random.Random(seed)
     deaths = 0
+    folder = root / "killed" / "checkpoints"
     while deaths < kills:
-        if deaths % 2:
+        before = list_checkpoints(folder)
+        if deaths % 3 == 1:
             pid = child(root / "killed", rng.randint(1, 12))
         else:
             pid = child(root / "killed")
-            time.sleep(rng.uniform(0, 2 * startup))
+            while deaths % 3 and list_checkpoints(folder) == before and os.waitid(os.P_PID, pid, LEFT) is None:
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 0.2 if deaths % 3 else 1.5))
             os.kill(pid, signal.SIGKILL)
         status = status_of(pid)
         if status == 0:
             break
         assert status == -signal.SIGKILL, status
         deaths += 1
-        found = list_checkpoints(root / "killed" / "checkpoints")
+        found = list_checkpoints(folder)
         assert len(found) <= 2, found
         for file in found:
             check_checkpoint(file)

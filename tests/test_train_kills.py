@@ -71,7 +71,7 @@ def test_a_run_that_saves_each_step_is_always_resumable(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_fifty_kills_of_a_run_that_saves_each_step(tmp_path: Path) -> None:
-    assert killed(tmp_path, 1, kills=50, steps=150, every=1) >= 40
+    assert killed(tmp_path, 1, kills=50, steps=300, every=1) >= 40
 
 
 @pytest.mark.full

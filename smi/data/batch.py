@@ -145,6 +145,25 @@ class PackedBatch:
             block_types=spread(self.block_types, 0),
         )
 
+    @classmethod
+    def join(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
+        """Several rows one after another in a single one, with the documents and the capacity of all."""
+        if len(batches) == 1:
+            return batches[0]
+        starts = itertools.accumulate((batch.tokens for batch in batches[:-1]), initial=0)
+        origins = [batch.origin for batch in batches if batch.origin is not None]
+        bounds = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=True)]
+        return cls(
+            input_ids=torch.cat([batch.input_ids for batch in batches], 1),
+            labels=torch.cat([batch.labels for batch in batches], 1),
+            cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *bounds]),
+            block_types=torch.cat([batch.block_types for batch in batches], 1),
+            capacity=sum(batch.capacity for batch in batches),
+            origin=None
+            if len(origins) < len(batches)
+            else Origin.join(origins, [batch.documents for batch in batches]),
+        )
+
     def unsupervised(self) -> PackedBatch:
         """The same tokens with nothing to learn or to measure: adds nothing to any sum."""
         return replace(self, labels=torch.full_like(self.labels, IGNORE), origin=None)

@@ -70,7 +70,7 @@ class Consumed:
 
     def figures(self) -> dict[str, float]:
         """``data/tokens``, ``data/supervised_tokens``, and each source's share of the supervised ones so far."""
-        found = {"data/tokens": self.tokens, "data/supervised_tokens": self.supervised_tokens}
+        found: dict[str, float] = {"data/tokens": self.tokens, "data/supervised_tokens": self.supervised_tokens}
         known = sum(self.by_source.values())
         if known:
             found |= {f"data/share_{name}": tokens / known for name, tokens in self.by_source.items()}

@@ -71,7 +71,7 @@ def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
             model.rwkv7.compile_blocks()
         except RuntimeError as error:
             raise ValueError(f"kernel.compile=true cannot run here: {error}") from error
-    model.rwkv7.gradient_checkpointing = config.model.gradient_checkpointing
+    model.rwkv7.gradient_checkpointing = config.hardware.activation_checkpointing
     return model
 
 

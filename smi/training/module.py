@@ -21,6 +21,7 @@ from smi.training.guards import explain_gradient, explain_loss
 from smi.training.loss import LossSums, supervised_loss
 from smi.training.memory import keep_freed_memory
 from smi.training.optim import average_and_clip, cosine_with_warmup, parameter_groups
+from smi.training.sharding import shard
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class SMIModule(L.LightningModule):
         """Whether the latest micro-batch finished an optimizer step."""
         self._row = -1
 
+    def configure_model(self) -> None:
+        shard(self, self.model.rwkv7.blocks, forward="_loss")
+
     def on_fit_start(self) -> None:
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -107,8 +111,8 @@ class SMIModule(L.LightningModule):
     @property
     def due(self) -> bool:
         """Whether the figures of the latest micro-batch are written: those of every so many steps, and of the last."""
-        step = self.global_step
-        return self.stepped and (step % self.trainer.log_every_n_steps == 0 or step == self.trainer.max_steps)
+        step, trainer = self.global_step, cast(Any, self.trainer)
+        return self.stepped and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps)
 
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
         self.stepped = False

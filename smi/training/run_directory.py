@@ -17,7 +17,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from smi.config import Config
-from smi.provenance import describe_start
+from smi.hardware import process_rank
+from smi.provenance import FIGURES_FILE, describe_start
 from smi.training.checkpoint import check_checkpoint, list_checkpoints, newest_sound, read_checkpoint, step_of
 
 log = logging.getLogger("smi")
@@ -25,7 +26,6 @@ log = logging.getLogger("smi")
 CONFIG_FILE = "config.yaml"
 RERUN_FILE = "recipe/rerun.yaml"
 STARTS_FILE = "starts.yaml"
-FIGURES_FILE = "figures.json"
 
 # what a run of the same makes anew
 _NOT_AGAIN = ("paths", "resume", "dry_run", "wait_for")
@@ -42,10 +42,11 @@ _FREE_TO_CHANGE = (
     "kernel",
     "hardware",
     "trainer",
+    "sweep",
 )
-_FREE_IN_DATA = ("workers", "on_change")
+_FREE_IN_DATA = ("on_change",)
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
-_ORDER = ("seed", "data.window", "data.pack_length", "accumulate")
+_ORDER = ("seed", "data.window", "data.pack_length", "batch_size")
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -57,7 +58,8 @@ def find_checkpoint(config: Config) -> Path | None:
     """
     folder = Path(config.paths.run_dir)
     if config.resume == "none":
-        if folder.is_dir() and any(folder.iterdir()):
+        # the first process alone looks: it may have begun to write when the others come by
+        if process_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
                 f"the run directory {folder} exists and is not empty: choose another paths.run_dir, "
                 "or add resume=auto to go on with the run in it"
@@ -104,7 +106,7 @@ def _check_same_settings(config: Config, file: Path) -> None:
     now, then = asdict(config), OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     assert isinstance(then, dict)
     for settings in (now, then):
-        settings["accumulate"] = settings["trainer"]["accumulate"]
+        settings["batch_size"] = settings["trainer"]["batch_size"]
         settings["data"] = {key: value for key, value in settings["data"].items() if key not in _FREE_IN_DATA}
     changed = [
         f"{place} was {old} and is {new}"
