@@ -1,8 +1,8 @@
 """Trains in children that are killed, again and again, and at last in one that is not; prints how many died.
 
 ``python killing_runs.py DIRECTORY SEED KILLS STEPS EVERY``: the run that was not disturbed is in DIRECTORY/whole, the
-other one in DIRECTORY/killed. A third of the children die at a random one of the next few operations that make something
-last (fsync, rename, removal), a third at a random moment of their beginning, and a third soon after a save.
+other one in DIRECTORY/killed. A third of the children die at a random one of the next few operations that make
+something last (fsync, rename, removal), a third at a random moment of their beginning, and a third soon after a save.
 """
 
 import os
