@@ -92,6 +92,7 @@ def prepare_mixture(config: Config) -> Manifest:
 
 def make_plan(config: Config) -> Plan:
     """What the config says is to be prepared. Raises ValueError where it contradicts itself."""
+    from smi.config import longest_document
     from smi.data.plan import Plan
     from smi.tokenizer import load_tokenizer
 
@@ -100,7 +101,7 @@ def make_plan(config: Config) -> Plan:
         sources=_specs(config),
         tokenizer=load_tokenizer(config.tokenizer.source),
         root=data.mirror or "hf://",
-        max_length=data.max_length,
+        max_length=longest_document(data),
         dedupe=how.dedupe,
         near_threshold=how.near_threshold,
         near_limit=how.near_limit,

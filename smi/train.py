@@ -30,9 +30,8 @@ def train(config: Config) -> dict[str, float]:
     from rich.console import Console
 
     from smi.data.recipe import build_data, build_tokenizer
-    from smi.training.export import export_model, write_card
-    from smi.training.models import build_model
-    from smi.training.module import SMIModule
+    from smi.training.export import export_trained, write_card
+    from smi.training.models import build_model, build_module
     from smi.training.run_directory import find_checkpoint, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
     from smi.training.trainer import build_trainer
@@ -50,18 +49,19 @@ def train(config: Config) -> dict[str, float]:
     data = build_data(config, tokenizer)
     model = build_model(config, tokenizer)
     data.setup()
+    module = build_module(config, model, optimization(config))
     config_yaml = write_config(config)
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
     data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    export = export_model(
-        model,
+    export = export_trained(
+        module,
         tokenizer,
         run_dir / "export",
         formats=config.trainer.export,
@@ -70,7 +70,7 @@ def train(config: Config) -> dict[str, float]:
     )
     console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
     if config.data.held_out_tasks:
-        figures |= evaluate_tasks(config, model, tokenizer, console)
+        figures |= evaluate_tasks(config, module, tokenizer, console)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
     return figures
 

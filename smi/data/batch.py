@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smi.data.packing import cut_points
 from smi.protocol.codec import Example
+from smi.protocol.tokens import BlockType
 
 IGNORE = -100
 
@@ -27,10 +30,13 @@ class PackedBatch:
         block_types: uint8 [1, T]; BlockType of the token to predict, so that it goes with `labels`. A
             document's last token predicts nothing and carries its own type.
         capacity: tokens the row could have held.
+        pieces: of a document that is longer than a row: where each piece of it ends, the last one at T. It is read
+            piece by piece, each from the state that the one before it left. Empty where the row is read in one go.
 
     Raises:
-        ValueError: shapes or dtypes that differ from the above, or boundaries that do not start at 0, rise
-            strictly and end at T. Values are checked where the tensors are made; moving them checks nothing.
+        ValueError: shapes or dtypes that differ from the above, boundaries or ends of pieces that do not rise
+            strictly to T, or pieces of more than one document. Values are checked where the tensors are made;
+            moving them checks nothing.
     """
 
     input_ids: Tensor
@@ -38,6 +44,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     block_types: Tensor
     capacity: int
+    pieces: tuple[int, ...] = ()
     supervised_tokens: int = field(init=False)
     """Labels that are not -100; a plain number, known without asking the device."""
 
@@ -62,6 +69,12 @@ class PackedBatch:
             raise ValueError(f"cu_seqlens must start at 0, rise strictly and end at {row[1]}, not {_short(bounds)}")
         if row[1] > self.capacity:
             raise ValueError(f"{row[1]} tokens are more than the capacity of {self.capacity}")
+        if self.pieces:
+            rising = all(a < b for a, b in pairwise((0, *self.pieces)))
+            if len(bounds) != 2 or not rising or self.pieces[-1] != row[1]:
+                raise ValueError(
+                    f"pieces are of one document, rise strictly and end at {row[1]}, not {_short(list(self.pieces))}"
+                )
         # a label past a boundary would teach one document to foretell another
         if bool((self.labels[0, self.cu_seqlens[1:].long() - 1] != IGNORE).any()):
             raise ValueError("labels at a document's last token must be -100: it predicts nothing")
@@ -139,6 +152,22 @@ class PackedBatch:
         )
 
 
+class Piece(NamedTuple):
+    """A part of a document's row; shapes [1, T'] and dtypes as in a `PackedBatch`. Its last token predicts the first
+    one of the next piece."""
+
+    input_ids: Tensor
+    labels: Tensor
+    block_types: Tensor
+
+
+def pieces(batch: PackedBatch) -> list[Piece]:
+    """The pieces of a document that is read in pieces, in order; views."""
+    starts = (0, *batch.pieces[:-1])
+    row = batch.input_ids, batch.labels, batch.block_types
+    return [Piece(*(part[:, a:b] for part in row)) for a, b in zip(starts, batch.pieces, strict=True)]
+
+
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
     """Documents in a row each, filled up to the longest one; see `PackedBatch.padded`.
@@ -161,13 +190,30 @@ class PaddedBatch:
         return f"PaddedBatch({rows} documents of at most {length:,} tokens, fill {share:.1%}, {self.input_ids.device})"
 
 
-def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capacity: int | None = None) -> PackedBatch:
+def piece_ends(block_types: np.ndarray, most: int) -> tuple[int, ...]:
+    """Where to cut a document into pieces of at most `most` tokens, see `cut_points`.
+
+    block_types: uint8 [T], of its targets, as in a `PackedBatch`.
+    """
+    closing = block_types == BlockType.EOT
+    # a target is the token behind its place; the EOS goes with the transmission before it
+    after = np.flatnonzero(closing[:-1] & ~closing[1:] & (block_types[1:] != BlockType.EOS)) + 2
+    return tuple(cut_points([*after[after < block_types.size].tolist(), block_types.size], most))
+
+
+def pack(
+    examples: Sequence[Example],
+    indices: Iterable[int] | None = None,
+    capacity: int | None = None,
+    piece: int | None = None,
+) -> PackedBatch:
     """Lay documents one after another.
 
     Args:
         examples: compiled documents.
         indices: which of them, in this order; all where absent.
         capacity: tokens the row may hold; exactly as many as there are where absent.
+        piece: tokens of a piece of a document that alone is longer than the capacity; absent where none may be.
 
     Raises:
         ValueError: no documents, or more tokens than the capacity.
@@ -188,12 +234,18 @@ def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capa
     labels[last] = IGNORE
     targets = np.append(types[1:], types[-1:])
     targets[last] = types[last]
+    capacity = ids.size if capacity is None else capacity
+    pieces: tuple[int, ...] = ()
+    if piece is not None and len(chosen) == 1 and ids.size > capacity:
+        pieces = piece_ends(targets, piece)
+        capacity = len(pieces) * piece
     return PackedBatch(
         input_ids=torch.from_numpy(ids)[None],
         labels=torch.from_numpy(labels)[None],
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         block_types=torch.from_numpy(targets)[None],
-        capacity=ids.size if capacity is None else capacity,
+        capacity=capacity,
+        pieces=pieces,
     )
 
 
@@ -206,6 +258,7 @@ def cut(
     supervised: np.ndarray,
     bounds: np.ndarray,
     capacity: int,
+    piece: int | None = None,
 ) -> list[PackedBatch]:
     """Packs that are laid out one behind another, as batches that are views of the same memory.
 
@@ -217,6 +270,7 @@ def cut(
         lengths, supervised: int64 [documents], tokens of each document, and labels that are not -100.
         bounds: int64 [packs + 1], ascending from 0: the documents of each pack.
         capacity: tokens of a pack.
+        piece: as for `pack`.
 
     Raises:
         ValueError: more tokens in a pack than the capacity, or a label at a document's last token.
@@ -227,8 +281,10 @@ def cut(
     if (labels[ends[1:] - 1] != IGNORE).any():
         raise ValueError("labels at a document's last token must be -100: it predicts nothing")
     starts = ends[bounds]
-    if (sizes := np.diff(starts)).max() > capacity:
-        raise ValueError(f"{sizes.max()} tokens are more than the capacity of {capacity}")
+    sizes = np.diff(starts)
+    too_long = sizes > capacity if piece is None else (sizes > capacity) & (np.diff(bounds) > 1)
+    if too_long.any():
+        raise ValueError(f"{sizes[too_long].max()} tokens are more than the capacity of {capacity}")
     # each pack has one boundary more than documents
     pack_of = np.repeat(np.arange(sizes.size), np.diff(bounds) + 1)
     cu_seqlens = torch.from_numpy((ends[np.arange(pack_of.size) - pack_of] - starts[pack_of]).astype(np.int32))
@@ -241,7 +297,10 @@ def cut(
     for *tensors, count in zip(*parts, counts, strict=True):
         batch = object.__new__(PackedBatch)
         batch.__dict__.update(zip((*row, "cu_seqlens"), tensors, strict=True))
-        batch.__dict__.update(capacity=capacity, supervised_tokens=count)
+        batch.__dict__.update(capacity=capacity, supervised_tokens=count, pieces=())
+        if piece is not None and batch.tokens > capacity:
+            ends = piece_ends(batch.block_types[0].numpy(), piece)
+            batch.__dict__.update(capacity=len(ends) * piece, pieces=ends)
         batches.append(batch)
     return batches
 

@@ -65,7 +65,9 @@ def read_row_group(block: Block, metadata: pq.FileMetaData | None = None) -> Row
     )
 
 
-def read_batches(corpus: Corpus, chosen: Iterator[Window], capacity: int, workers: int) -> Iterator[PackedBatch]:
+def read_batches(
+    corpus: Corpus, chosen: Iterator[Window], capacity: int, workers: int, piece: int | None = None
+) -> Iterator[PackedBatch]:
     """The packs of some windows as batches.
 
     Args:
@@ -73,6 +75,7 @@ def read_batches(corpus: Corpus, chosen: Iterator[Window], capacity: int, worker
         chosen: windows of packs; taken a few ahead of the batches.
         capacity: tokens of a pack.
         workers: threads that read ahead; with 0 everything is done when it is asked for.
+        piece: as for `smi.data.batch.pack`.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="smi-reader") if workers else None
     submit = pool.submit if pool else _at_once
@@ -87,7 +90,7 @@ def read_batches(corpus: Corpus, chosen: Iterator[Window], capacity: int, worker
             groups = {n: read[n] if n in read else groups[n] for n in needed}
             for first in range(0, window.bounds.size - 1, PACKS_AT_ONCE):
                 part = window.select(slice(first, first + PACKS_AT_ONCE))
-                ahead.append(submit(_lay_out, corpus, part, groups, capacity))
+                ahead.append(submit(_lay_out, corpus, part, groups, capacity, piece))
             while len(ahead) > workers * AHEAD:
                 yield from ahead.popleft().result()
         for batches in ahead:
@@ -121,7 +124,9 @@ def _at_once(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return done
 
 
-def _lay_out(corpus: Corpus, window: Window, groups: dict[int, Future[RowGroup]], capacity: int) -> list[PackedBatch]:
+def _lay_out(
+    corpus: Corpus, window: Window, groups: dict[int, Future[RowGroup]], capacity: int, piece: int | None
+) -> list[PackedBatch]:
     from smi.data.batch import cut
     from smi.data.layout_kernel import lay_out
 
@@ -156,4 +161,13 @@ def _lay_out(corpus: Corpus, window: Window, groups: dict[int, Future[RowGroup]]
             raise ValueError(
                 f"{block.path}, row {wrong} of row group {block.start}: its columns disagree on its length"
             )
-    return cut(ids, labels, types, lengths=lengths, supervised=supervised, bounds=window.bounds, capacity=capacity)
+    return cut(
+        ids,
+        labels,
+        types,
+        lengths=lengths,
+        supervised=supervised,
+        bounds=window.bounds,
+        capacity=capacity,
+        piece=piece,
+    )

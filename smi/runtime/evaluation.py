@@ -103,10 +103,11 @@ def play(
     *,
     max_tokens: int = 256,
     batch: int = 64,
+    time_state: Tensor | None = None,
 ) -> list[Played]:
     """Generates every model transmission of `conversations` greedily, each after the true prefix.
 
-    max_tokens: of each transmission. batch: transmissions at a time.
+    max_tokens: of each transmission. batch: transmissions at a time. time_state: as for `StatePool`.
     """
     turns = [
         (conversation, Stream(stream.transmissions[:i]), transmission.blocks)
@@ -117,7 +118,7 @@ def play(
     ]
     was_training = model.training
     try:
-        runtime = Runtime(model, tokenizer, capacity=batch)
+        runtime = Runtime(model, tokenizer, capacity=batch, time_state=time_state)
         written = replies(runtime, [prompt for _, prompt, _ in turns], Limits(max_tokens))
     finally:
         model.train(was_training)
@@ -144,9 +145,11 @@ def score_actions(
     *,
     max_tokens: int = 256,
     batch: int = 64,
+    time_state: Tensor | None = None,
 ) -> ActionScores:
     """`play` and `score` together."""
-    return score(play(model, tokenizer, conversations, max_tokens=max_tokens, batch=batch), tokenizer)
+    played = play(model, tokenizer, conversations, max_tokens=max_tokens, batch=batch, time_state=time_state)
+    return score(played, tokenizer)
 
 
 def _budget(prompt: Stream) -> int | None:

@@ -11,12 +11,28 @@ from transformers.initialization import no_init_weights
 
 from smi.model.checkpoint import load_pretrained, publish, save_native, save_pretrained
 from smi.model.modeling import RWKV7ForCausalLM
+from smi.model.time_state import TIME_STATE_FILE, save_time_state
 from smi.tokenizer import Tokenizer
+from smi.training.module import SMIModule
+from smi.training.tuning import merge_adapters
 
 NATIVE_FILE = "model.pth"
 FLA_FOLDER = "fla"
 # tokens of the text that every export is tried on
 PROBE = 32
+
+
+def export_trained(module: SMIModule, tokenizer: Tokenizer, directory: Path, **about: Any) -> Path:
+    """`export_model` for what a module trained, LoRA's adapters merged and a tuned initial state beside the model.
+
+    Changes the module's model; it is not trained any further.
+    """
+    merge_adapters(module.model)
+    if not isinstance(module.model, RWKV7ForCausalLM):
+        from smi.training.hf import export_hf
+
+        return export_hf(module.model, tokenizer, directory, **about)
+    return export_model(module.model, tokenizer, directory, time_state=module.time_state, **about)
 
 
 def export_model(
@@ -27,6 +43,7 @@ def export_model(
     formats: Sequence[str],
     config_yaml: str,
     figures: Mapping[str, Any],
+    time_state: torch.Tensor | None = None,
 ) -> Path:
     """Writes `directory` whole or not at all: model, tokenizer, chat template, structural ids, config, card.
 
@@ -38,6 +55,7 @@ def export_model(
             (flash-linear-attention's, a directory ``fla/`` of its own, since its config.json is another).
         config_yaml: the resolved config of the run.
         figures: what the card shows of the run, by name.
+        time_state: [L, H, V, K], the initial state that was tuned; becomes ``time_state.pth``.
 
     Raises:
         ValueError: a model that a format cannot hold.
@@ -63,6 +81,8 @@ def export_model(
     if "native" in formats:
         written.append(save_native(model, draft / NATIVE_FILE))
     verify(model, written)
+    if time_state is not None:
+        save_time_state(time_state, draft / TIME_STATE_FILE)
     tokenizer.save_pretrained(draft)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
     write_card(draft, model, tokenizer, formats, figures)

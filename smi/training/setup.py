@@ -14,7 +14,8 @@ from smi.data.synthetic import SyntheticTools
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.runtime.evaluation import score_actions
 from smi.tokenizer import Tokenizer
-from smi.training.module import Optimization
+from smi.training.module import Optimization, SMIModule
+from smi.training.tuning import describe
 
 
 def quiet_libraries() -> None:
@@ -40,11 +41,13 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
         "mixture": data.mixture or ", ".join(data.source),
     }[data.kind]
     start = config.model.pretrained or "from scratch"
+    part = "conversation" if data.over_long == "reject" else "piece of a conversation"
     rows = {
         "model": f"{config.model.name}, {model.num_parameters() / 1e6:,.1f}M parameters, "
         f"{shape.num_hidden_layers} layers of {shape.hidden_size}, {start}",
+        "trains": describe(model, config.tuning),
         "tokenizer": f"{config.tokenizer.source}, {tokenizer.vocab_size:,} tokens",
-        "data": f"{source}; at most {data.max_length:,} tokens a conversation",
+        "data": f"{source}; at most {data.max_length:,} tokens a {part}",
         "training": f"{run.max_steps:,} steps of {run.accumulate * data.pack_length:,} tokens, "
         f"peak learning rate {config.optim.lr:g}",
         "hardware": f"{config.hardware.accelerator}, {config.hardware.precision}, kernel {config.kernel.backend}",
@@ -71,11 +74,11 @@ def optimization(config: Config) -> Optimization:
     )
 
 
-def evaluate_tasks(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer, console: Console) -> dict[str, float]:
+def evaluate_tasks(config: Config, module: SMIModule, tokenizer: Tokenizer, console: Console) -> dict[str, float]:
     """Plays held-out tasks of the synthetic world with the trained model and prints how it did."""
     source = SyntheticTools(config.seed, config.data.max_questions)
     conversations = list(islice(source.conversations(held_out=True), config.data.held_out_tasks))
-    scores = score_actions(model, tokenizer, conversations)
+    scores = score_actions(module.model, tokenizer, conversations, time_state=module.time_state)
     of = f"of {scores.generated}"
     console.print(
         f"\n{len(conversations)} conversations about tasks held out of training:\n"
