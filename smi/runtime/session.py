@@ -307,6 +307,7 @@ class Runtime:
         self._decoder = Decoder(model)
         self.namespaces = tuple(namespaces)
         self.grammar = Grammar(tokenizer, rows, namespaces, model.head.weight.device)
+        self.time_state = time_state
         self.pool = StatePool(model, capacity, time_state)
         self.handover = [tokenizer.structural.eot, *tokenizer.encode("\n")]
         self._lock = threading.RLock()

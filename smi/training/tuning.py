@@ -37,10 +37,8 @@ class InitialState(nn.Module):
         self.time_state = nn.Parameter(torch.zeros(shape))
 
     def forward(self, sequences: int) -> RWKV7State:
-        """The state of so many new sequences. Both shifts are zero: no token came before."""
-        layers, heads, size, _ = self.time_state.shape
-        shift = self.time_state.new_zeros(layers, sequences, heads * size)
-        return RWKV7State(self.time_state.unsqueeze(1).expand(-1, sequences, -1, -1, -1), shift, shift)
+        """The state of so many new sequences."""
+        return RWKV7State.tuned(self.time_state, sequences)
 
 
 def check_tuning(how: TuningConfig) -> None:
