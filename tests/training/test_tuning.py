@@ -209,7 +209,7 @@ def test_the_state_is_broadcast_to_packed_documents_and_its_gradient_is_their_su
 
 
 def test_the_rwkv_package_reads_the_state_as_it_is_written(tmp_path, monkeypatch):
-    """It has its states side by side: shift, WKV, shift of each layer. Rows are values, columns keys, as in the file."""
+    """It has the states of a layer side by side: shift, WKV, shift. Rows are values, columns keys, as in the file."""
     monkeypatch.setenv("RWKV_V7_ON", "1")
     monkeypatch.setenv("RWKV_JIT_ON", "0")
     monkeypatch.setenv("RWKV_CUDA_ON", "0")
