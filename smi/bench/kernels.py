@@ -23,6 +23,8 @@ from smi.bench.portable import portable
 
 # [B, T, H, N]; names are the model sizes that have them
 SHAPES = {"1b5": (1, 2048, 32, 64), "0b1": (1, 2048, 12, 64), "tiny": (8, 512, 4, 64), "packed": (1, 2048, 12, 64)}
+# more where a round is short: a burst of other work on the machine then spoils few of them
+ROUNDS = {"1b5": 9, "0b1": 15, "tiny": 21, "packed": 11}
 BOUNDARIES = (0, 61, 700, 744, 1023, 1024, 1300, 1377, 1800, 2048)  # of the documents of "packed"
 
 SPEED_AT_LEAST = {
@@ -95,7 +97,7 @@ def _training_step(kernel: Kernel, shape: tuple[int, int, int, int], cu_seqlens:
 def _speed(names: list[str], shape: str) -> dict[str, Figure]:
     cu_seqlens = torch.tensor(BOUNDARIES, dtype=torch.int32) if shape == "packed" else None
     peers = {name: _training_step(_kernel(name), SHAPES[shape], cu_seqlens) for name in ("portable", *names)}
-    seconds = alternate(peers)
+    seconds = alternate(peers, rounds=ROUNDS[shape])
     return {
         f"{name}_vs_portable_{shape}": Figure(
             seconds["portable"] / seconds[name],
@@ -116,7 +118,7 @@ def _forward_vs_sgemm(name: str) -> Figure:
     size = 2048
     x, y = torch.randn(2, size, size, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        seconds = alternate({"forward": lambda: kernel(*inputs), "sgemm": lambda: x @ y})
+        seconds = alternate({"forward": lambda: kernel(*inputs), "sgemm": lambda: x @ y}, rounds=21)
     rate = 9 * N**2 * B * T * H / seconds["forward"]
     sgemm = 2 * size**3 / seconds["sgemm"]
     return Figure(

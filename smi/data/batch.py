@@ -289,18 +289,24 @@ def cut(
     pack_of = np.repeat(np.arange(sizes.size), np.diff(bounds) + 1)
     cu_seqlens = torch.from_numpy((ends[np.arange(pack_of.size) - pack_of] - starts[pack_of]).astype(np.int32))
     # one call cuts a whole row: slicing it pack by pack would take longer than reading the documents
-    row = {"input_ids": ids, "labels": labels, "block_types": types}
-    parts = [torch.from_numpy(array)[None].split(sizes.tolist(), dim=1) for array in row.values()]
-    parts.append(cu_seqlens.split((np.diff(bounds) + 1).tolist()))
+    sizes = sizes.tolist()
+    rows = (torch.from_numpy(array)[None].split(sizes, dim=1) for array in (ids, labels, types))
+    boundaries = cu_seqlens.split((np.diff(bounds) + 1).tolist())
     counts = np.add.reduceat(supervised, bounds[:-1]).tolist()
     batches = []
-    for *tensors, count in zip(*parts, counts, strict=True):
+    for input_ids, targets, kinds, boundary, count in zip(*rows, boundaries, counts, strict=True):
         batch = object.__new__(PackedBatch)
-        batch.__dict__.update(zip((*row, "cu_seqlens"), tensors, strict=True))
-        batch.__dict__.update(capacity=capacity, supervised_tokens=count, pieces=())
+        batch.__dict__.update(
+            input_ids=input_ids,
+            labels=targets,
+            cu_seqlens=boundary,
+            block_types=kinds,
+            capacity=capacity,
+            supervised_tokens=count,
+        )
         if piece is not None and batch.tokens > capacity:
-            ends = piece_ends(batch.block_types[0].numpy(), piece)
-            batch.__dict__.update(capacity=len(ends) * piece, pieces=ends)
+            pieces = piece_ends(kinds[0].numpy(), piece)
+            batch.__dict__.update(capacity=len(pieces) * piece, pieces=pieces)
         batches.append(batch)
     return batches
 

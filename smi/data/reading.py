@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,25 +79,36 @@ def read_batches(
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="smi-reader") if workers else None
     submit = pool.submit if pool else _at_once
-    groups: dict[int, Future[RowGroup]] = {}
+
+    def read(window: Window | None, groups: dict[int, Future[RowGroup]]) -> dict[int, Future[RowGroup]]:
+        # neighbouring windows share row groups; one that no longer occurs is let go
+        needed = [] if window is None else np.unique(corpus.groups_of(window.members)).tolist()
+        return {n: groups.get(n) or _read(submit, corpus, n) for n in needed}
+
     ahead: deque[Future[list[PackedBatch]]] = deque()
+    following: dict[int, Future[RowGroup]] | None = None
     try:
-        for window in chosen:
-            # neighbouring windows share row groups; one that no longer occurs is let go
-            needed = np.unique(corpus.groups_of(window.members)).tolist()
-            blocks = {n: corpus.groups[n] for n in needed if n not in groups}
-            read = {n: submit(read_row_group, block, corpus.metadata[block.path]) for n, block in blocks.items()}
-            groups = {n: read[n] if n in read else groups[n] for n in needed}
+        for window, after in pairwise(chain(chosen, [None])):
+            assert window is not None
+            groups = read(window, {}) if following is None else following
             for first in range(0, window.bounds.size - 1, PACKS_AT_ONCE):
                 part = window.select(slice(first, first + PACKS_AT_ONCE))
                 ahead.append(submit(_lay_out, corpus, part, groups, capacity, piece))
-            while len(ahead) > workers * AHEAD:
-                yield from ahead.popleft().result()
+                if first == 0:
+                    # reading holds no lock: it goes on while the rest of this window is laid out
+                    following = read(after, groups)
+                while len(ahead) > workers * AHEAD:
+                    yield from ahead.popleft().result()
         for batches in ahead:
             yield from batches.result()
     finally:
         if pool:
             pool.shutdown(cancel_futures=True)
+
+
+def _read(submit: Callable[..., Future[RowGroup]], corpus: Corpus, number: int) -> Future[RowGroup]:
+    block = corpus.groups[number]
+    return submit(read_row_group, block, corpus.metadata[block.path])
 
 
 def read_documents(corpus: Corpus, window: Window) -> Iterator[list[Document]]:
