@@ -22,6 +22,7 @@ from smi.data.recipe import build_tokenizer
 from smi.data.synthetic import SyntheticTools
 from smi.protocol.codec import encode
 from smi.protocol.conversation import to_stream
+from smi.protocol.tokens import BlockType
 from smi.tokenizer import load_tokenizer
 from smi.training.hf import HFModule, keeps_apart
 from smi.training.models import build_model, build_module
@@ -178,7 +179,7 @@ def test_train_resume_export_reload(make, more, tokenizer, checkpoint, tmp_path)
     assert model.generation_config.eos_token_id == [tokenizer.eos_id, tokenizer.structural.eot]
     # transformers' own tokenizer has the structural tokens where the model has them
     theirs = AutoTokenizer.from_pretrained(export)
-    assert theirs.convert_tokens_to_ids("<|usr|>") == tokenizer.structural.ids[3]
+    assert theirs.convert_tokens_to_ids("<|usr|>") == tokenizer.structural.id(BlockType.USR)
     # what was exported is a checkpoint to start from, whose structural rows are kept
     rows = model.get_input_embeddings().weight[tokenizer.structural.ids[0] :]
     further = build_model(config(tmp_path / "next", "model=hf", f"model.pretrained={export}"), tokenizer)

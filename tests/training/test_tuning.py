@@ -238,6 +238,41 @@ def test_the_rwkv_package_reads_the_state_as_it_is_written(tmp_path, monkeypatch
     assert not torch.allclose(theirs.forward(ids, transposed)[0], want, atol=1e-2)
 
 
+# --- recipes
+
+
+@pytest.mark.parametrize("recipe", ["lora", "state_tuning", "long_context"])
+def test_recipes_train_resume_and_export(recipe, start, tmp_path):
+    """Each as it is shipped, but for a tiny model and data that are made up; bit for bit the same when resumed."""
+    lengths = ["data.max_length=64", "data.pack_length=64"] if recipe == "long_context" else []
+    how = config(
+        tmp_path / "run",
+        f"+recipe={recipe}",
+        "model=tiny",
+        *SHAPE,
+        "model.head_dim=32",
+        *_free_shape(),
+        "hardware=cpu",
+        f"model.pretrained={start}",
+        "model.revision=null",
+        "trainer.export=[hf]",
+        "trainer.accumulate=2",
+        *lengths,
+    )
+    export, again = train_and_resume(how, step=3)
+    files = ["model.safetensors", *["time_state.pth"] * (recipe == "state_tuning")]
+    for file in files:
+        one, other = ((load_file if file.endswith("s") else torch.load)(path / file) for path in (export, again))
+        assert set(one) == set(other)
+        assert all(torch.equal(one[name], other[name]) for name in one), file
+    moved = changed(export, start)
+    assert ("emb.weight" in moved, "blocks.1.att.key.weight" in moved, "blocks.1.att.w0" in moved) == {
+        "lora": (True, True, False),
+        "state_tuning": (False, False, False),
+        "long_context": (True, True, True),
+    }[recipe]
+
+
 def test_a_state_of_another_model_is_refused(tmp_path):
     file = save_time_state(torch.zeros(2, 2, 32, 32), tmp_path / "time_state.pth")
     assert sorted(torch.load(file, weights_only=True)) == [f"blocks.{i}.att.time_state" for i in (0, 1)]
