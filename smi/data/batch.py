@@ -30,12 +30,13 @@ class PackedBatch:
         block_types: uint8 [1, T]; BlockType of the token to predict, so that it goes with `labels`. A
             document's last token predicts nothing and carries its own type.
         capacity: tokens the row could have held.
-        pieces: of a document that is longer than a row: where each piece of it ends, the last one at T. It is read
-            piece by piece, each from the state that the one before it left. Empty where the row is read in one go.
+        pieces: of a row that is too long to be read in one go: where each piece of it ends, the last one at T. A
+            piece is some whole documents, or a part of one, which goes on from the state that the part before it
+            left. Empty where the row is read in one go.
 
     Raises:
         ValueError: shapes or dtypes that differ from the above, boundaries or ends of pieces that do not rise
-            strictly to T, or pieces of more than one document. Values are checked where the tensors are made;
+            strictly to T, or a piece of parts of several documents. Values are checked where the tensors are made;
             moving them checks nothing.
     """
 
@@ -69,11 +70,13 @@ class PackedBatch:
             raise ValueError(f"cu_seqlens must start at 0, rise strictly and end at {row[1]}, not {_short(bounds)}")
         if row[1] > self.capacity:
             raise ValueError(f"{row[1]} tokens are more than the capacity of {self.capacity}")
-        if self.pieces:
-            rising = all(a < b for a, b in pairwise((0, *self.pieces)))
-            if len(bounds) != 2 or not rising or self.pieces[-1] != row[1]:
+        ends = set(bounds)
+        for a, b in pairwise((0, *self.pieces)):
+            parts = {a, b} - ends and any(a < end < b for end in bounds)
+            if a >= b or parts or self.pieces[-1] != row[1]:
                 raise ValueError(
-                    f"pieces are of one document, rise strictly and end at {row[1]}, not {_short(list(self.pieces))}"
+                    f"pieces must rise strictly to {row[1]}, each of whole documents or within one, not "
+                    f"{_short(list(self.pieces))} with documents at {_short(bounds)}"
                 )
         # a label past a boundary would teach one document to foretell another
         if bool((self.labels[0, self.cu_seqlens[1:].long() - 1] != IGNORE).any()):
@@ -153,19 +156,34 @@ class PackedBatch:
 
 
 class Piece(NamedTuple):
-    """A part of a document's row; shapes [1, T'] and dtypes as in a `PackedBatch`. Its last token predicts the first
-    one of the next piece."""
+    """What is read of a row in one go; shapes [1, T'] and dtypes as in a `PackedBatch`.
+
+    continues: whether it goes on with the document of the piece before it, whose last token predicts its first.
+    """
 
     input_ids: Tensor
     labels: Tensor
+    cu_seqlens: Tensor
     block_types: Tensor
+    continues: bool
+
+    @property
+    def documents(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
 
 
 def pieces(batch: PackedBatch) -> list[Piece]:
-    """The pieces of a document that is read in pieces, in order; views."""
-    starts = (0, *batch.pieces[:-1])
-    row = batch.input_ids, batch.labels, batch.block_types
-    return [Piece(*(part[:, a:b] for part in row)) for a, b in zip(starts, batch.pieces, strict=True)]
+    """The pieces of a row, in order; views. The whole row where it has none."""
+    if not batch.pieces:
+        return [Piece(batch.input_ids, batch.labels, batch.cu_seqlens, batch.block_types, False)]
+    bounds = batch.cu_seqlens.tolist()
+    found = []
+    for a, b in pairwise((0, *batch.pieces)):
+        inside = [0, *(end - a for end in bounds if a < end < b), b - a]
+        cu_seqlens = batch.cu_seqlens.new_tensor(inside)
+        ids, labels, types = (part[:, a:b] for part in (batch.input_ids, batch.labels, batch.block_types))
+        found.append(Piece(ids, labels, cu_seqlens, types, a not in bounds))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

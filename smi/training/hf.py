@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from smi.config import Config
 from smi.data.batch import PackedBatch
 from smi.model.checkpoint import publish
-from smi.model.modeling import RWKV7State
 from smi.protocol.tokens import grow_embeddings
 from smi.tokenizer import Tokenizer
 from smi.training.loss import LossSums
@@ -46,15 +45,15 @@ class HFModule(SMIModule):
         super().__init__(model, optimization)
         self.packed = packed
 
-    def _read(self, batch: Any, state: RWKV7State | None) -> tuple[LossSums, Any]:
-        assert isinstance(batch, PackedBatch)
+    def _loss(self, batch: PackedBatch) -> LossSums:
+        assert not batch.pieces, "a document in pieces needs a state that goes on"
         head = self.model.get_output_embeddings().weight
         if self.packed:
             hidden = packed_hidden(self.model, batch.input_ids, batch.position_ids)
-            return self._sums(hidden, head, batch.labels, batch.block_types), None
+            return self._sums(hidden, head, batch.labels, batch.block_types)
         rows = batch.padded()
         hidden = padded_hidden(self.model, rows.input_ids, rows.attention_mask)
-        return self._sums(hidden, head, rows.labels, rows.block_types), None
+        return self._sums(hidden, head, rows.labels, rows.block_types)
 
 
 def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """SMIModule: RWKV-7 as a LightningModule that learns from packed SMI streams."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -82,36 +82,35 @@ class SMIModule(L.LightningModule):
         Each piece but the last is back-propagated as soon as it is read, so that the memory is that of one piece;
         what is left to back-propagate is the last one.
         """
-        state = None if self.initial_state is None else self.initial_state(batch.documents)
-        if not batch.pieces:
-            return self._read(batch, state)[0]
         *firsts, last = pieces(batch)
         learning = torch.is_grad_enabled()
         earlier: list[LossSums] = []
+        state: RWKV7State | None = None
         for piece in firsts:
             # what is only read, a long document of a user for example, has no gradient
             with torch.set_grad_enabled(learning and bool((piece.labels != IGNORE).any())):
-                sums, state = self._read(piece, state)
+                sums, state = self._read(piece, state, keep=True)
                 if torch.is_grad_enabled():
                     # as lightning divides the loss that it is given
                     with torch.autocast(self.device.type, enabled=False):
                         (sums.loss / self.trainer.accumulate_grad_batches).backward()
             # weights that were cast for one graph, or for none, are not those of the next
             torch.clear_autocast_cache()
-            state = state.detach()
+            state = None if state is None else state.detach()
             earlier.append(sums)
-        return sum_of([*earlier, self._read(last, state)[0]])
+        sums, _ = self._read(last, state)
+        if earlier and self.initial_state is not None:
+            # DDP exchanges gradients in the backward pass that is left, of every parameter
+            sums = replace(sums, loss=sums.loss + 0 * self.initial_state.time_state.sum())
+        return sum_of([*earlier, sums])
 
-    def _read(self, batch: PackedBatch | Piece, state: RWKV7State | None) -> tuple[LossSums, Any]:
-        """The sums of a row, and the state behind it where it is a piece of a document."""
-        whole = isinstance(batch, PackedBatch)
-        out = self.model.rwkv7(
-            input_ids=batch.input_ids,
-            cu_seqlens=batch.cu_seqlens if whole else None,
-            state=state,
-            use_cache=not whole,
-        )
-        return self._sums(out.last_hidden_state, self.model.head.weight, batch.labels, batch.block_types), out.state
+    def _read(self, piece: Piece, before: RWKV7State | None, keep: bool = False) -> tuple[LossSums, RWKV7State | None]:
+        """The sums of a piece, and where it is to be kept the state behind it; `before` is that of the last piece."""
+        state = before if piece.continues else None
+        if not piece.continues and self.initial_state is not None:
+            state = self.initial_state(piece.documents)
+        out = self.model.rwkv7(input_ids=piece.input_ids, cu_seqlens=piece.cu_seqlens, state=state, use_cache=keep)
+        return self._sums(out.last_hidden_state, self.model.head.weight, piece.labels, piece.block_types), out.state
 
     def _sums(self, hidden: Tensor, head: Tensor, labels: Tensor, block_types: Tensor) -> LossSums:
         how = self.optimization

@@ -1,6 +1,10 @@
 """Documents that are longer than a row: read in pieces that hand the state on."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -151,9 +155,53 @@ def test_cuts_are_where_somebody_has_finished():
     assert piece_ends(pack([conversation(100, 7)]).block_types[0].numpy(), 30) == (30, 60, 90, 108)
 
 
-@pytest.mark.parametrize("ends", [(10, 30), (20, 20, 40), (10, 39)])
+@pytest.mark.parametrize("ends", [(10, 30), (20, 20, 40), (30, 40), (10, 39)])
 def test_ends_that_cannot_be_are_refused(ends):
-    batch = pack([document(0, 40)]) if ends != (10, 30) else pack([document(0, 20), document(1, 20)])
+    batch = pack([document(0, 20), document(1, 20)])
     fields = {name: getattr(batch, name) for name in ("input_ids", "labels", "cu_seqlens", "block_types", "capacity")}
-    with pytest.raises(ValueError, match="pieces are of one document, rise strictly and end at 40"):
-        PackedBatch(**fields, pieces=ends if ends != (10, 30) else (20, 40))
+    assert PackedBatch(**fields, pieces=(10, 20, 40)).pieces == (10, 20, 40)
+    with pytest.raises(ValueError, match="rise strictly to 40, each of whole documents or within one, not"):
+        PackedBatch(**fields, pieces=ends)
+
+
+def test_a_long_document_beside_others():
+    """Some pieces are whole documents, others parts of one: each document still starts anew, or where it was."""
+    documents = [conversation(9, 12), conversation(60, 40, 30, seed=1), conversation(5, 7, seed=2), conversation(8, 9)]
+    row = pack(documents)
+    fields = {name: getattr(row, name) for name in ("input_ids", "labels", "cu_seqlens", "block_types", "capacity")}
+    batch = PackedBatch(**fields, pieces=(22, 82, 122, 153, row.tokens))
+    assert [(piece.documents, piece.continues) for piece in pieces(batch)] == [
+        (1, False),
+        (1, False),
+        (1, True),
+        (1, True),
+        (2, False),
+    ]
+    subject = noisy(module())
+    subject.initial_state = InitialState(subject.model.config).double()
+    torch.nn.init.normal_(subject.initial_state.time_state, std=0.2)
+    with torch.no_grad():
+        cut, whole = subject._loss(batch), subject._loss(row)
+    torch.testing.assert_close(cut.loss, whole.loss, rtol=1e-12, atol=0)
+    assert torch.equal(cut.tokens, whole.tokens)
+
+
+def test_ranks_with_different_numbers_of_pieces(tmp_path):
+    """Two ranks come to the weights of one process that had all their micro-batches."""
+    import pieces_ranks
+
+    (first, second), alone = pieces_ranks.batches(), pieces_ranks.subject()
+    together = [*first[:2], *second[:2], *first[2:], *second[2:]]
+    trainer(accumulate_grad_batches=4).fit(alone, FixedBatches(together))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    subprocess.run(
+        [*command, str(here / "pieces_ranks.py"), str(tmp_path)], check=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    want = alone.state_dict()
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert set(found) == set(want)
+        for name, value in found.items():
+            torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)

@@ -249,6 +249,7 @@ def test_recipes_train_resume_and_export(recipe, start, tmp_path):
         tmp_path / "run",
         f"+recipe={recipe}",
         "model=tiny",
+        "tokenizer=compact",
         *SHAPE,
         "model.head_dim=32",
         *_free_shape(),
