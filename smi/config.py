@@ -54,7 +54,7 @@ class TuningConfig:
 class TokenizerConfig:
     """`source` is a name that `smi.tokenizer.load_tokenizer` knows, or a directory with a tokenizer.json."""
 
-    source: str = MISSING
+    source: str | None = MISSING
 
 
 @dataclass

@@ -94,12 +94,12 @@ def make_plan(config: Config) -> Plan:
     """What the config says is to be prepared. Raises ValueError where it contradicts itself."""
     from smi.config import longest_document
     from smi.data.plan import Plan
-    from smi.tokenizer import load_tokenizer
+    from smi.data.recipe import build_tokenizer
 
     data, how = config.data, config.prepare
     return Plan(
         sources=_specs(config),
-        tokenizer=load_tokenizer(config.tokenizer.source),
+        tokenizer=build_tokenizer(config),
         root=data.mirror or "hf://",
         max_length=longest_document(data),
         dedupe=how.dedupe,

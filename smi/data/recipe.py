@@ -43,6 +43,8 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
+    if config.tokenizer.source is None:
+        raise ValueError("tokenizer=checkpoint is that of model.pretrained, which is not set: name a checkpoint there")
     return load_tokenizer(config.tokenizer.source)
 
 

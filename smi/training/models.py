@@ -50,6 +50,10 @@ def build_model(config: Config, tokenizer: Tokenizer) -> Any:
         raise ValueError("hardware=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here")
     if config.model.revision and not config.model.pretrained:
         raise ValueError("model.revision is of model.pretrained, which is not set")
+    if config.tuning.kind != "full" and not config.model.pretrained:
+        raise ValueError(
+            f"tuning.kind={config.tuning.kind} is for a model that has been trained: set model.pretrained to its export"
+        )
     if config.model.kind == "hf":
         # imported here: transformers' own models are seldom wanted
         from smi.training.hf import build_hf

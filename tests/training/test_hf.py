@@ -139,6 +139,7 @@ def test_logits_that_the_loss_would_miss_are_refused(make, message, tokenizer, c
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("model.pretrained=null", r"set model\.pretrained"),
         ("tuning.kind=state", "tunes the state of RWKV-7"),
         ("data.over_long=split", "carries the state of RWKV-7"),
         ("data.held_out_tasks=3", "RWKV-7's runtime"),

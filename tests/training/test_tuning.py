@@ -69,6 +69,13 @@ def test_settings_that_mean_nothing_are_refused(how, message):
         tune(tiny(), how)
 
 
+@pytest.mark.parametrize("kind", ["lora", "state"])
+def test_a_model_from_scratch_is_trained_in_full(kind, tmp_path):
+    how = config(tmp_path, f"tuning.kind={kind}")
+    with pytest.raises(ValueError, match=f"{kind} is for a model that has been trained: set model.pretrained"):
+        build_model(how, build_tokenizer(how))
+
+
 # --- LoRA
 
 
