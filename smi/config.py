@@ -235,6 +235,13 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+def tokenizer_source(config: Config) -> str:
+    """Where the tokenizer is. Raises ValueError where it should be that of a checkpoint that is not named."""
+    if config.tokenizer.source is None:
+        raise ValueError("tokenizer=checkpoint is that of model.pretrained, which is not set: name a checkpoint there")
+    return config.tokenizer.source
+
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.kind": ("rwkv7", "hf"),
     "tuning.kind": ("full", "lora", "state"),

@@ -8,7 +8,7 @@ from dataclasses import fields
 from hydra import compose, initialize_config_dir
 
 from smi.composing import check_override, config_dir, judge, register
-from smi.config import Config, DataConfig, longest_document, source_options
+from smi.config import Config, DataConfig, longest_document, source_options, tokenizer_source
 from smi.data.datamodule import SMIDataModule
 from smi.data.pipeline import AnySource
 from smi.data.prepared import PrecompiledSource, open_mixture
@@ -43,9 +43,7 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
-    if config.tokenizer.source is None:
-        raise ValueError("tokenizer=checkpoint is that of model.pretrained, which is not set: name a checkpoint there")
-    return load_tokenizer(config.tokenizer.source)
+    return load_tokenizer(tokenizer_source(config))
 
 
 def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
