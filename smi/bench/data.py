@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -14,12 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from smi.bench.measure import Figure, alternate, duration
+from smi.data.datamodule import SMIDataModule
 from smi.data.mixing import PreparedTraining
 from smi.data.order import Corpus, Place, Shuffle
 from smi.data.packing import pack_lengths, pack_windows
 from smi.data.pipeline import RowAccount
 from smi.data.prepared import PreparedSource
 from smi.data.shards import SCHEMA, ShardFile
+from smi.tokenizer import load_tokenizer
 from smi.training.memory import keep_freed_memory
 
 CAPACITY = 2048
@@ -34,7 +38,7 @@ ROUNDS = 5
 
 def run() -> dict[str, Figure]:
     """All figures of the suite. ValueError names a peer that is not installed."""
-    return packing() | loader()
+    return packing() | loader() | resuming()
 
 
 def lengths(count: int) -> np.ndarray:
@@ -128,6 +132,47 @@ def loader() -> dict[str, Figure]:
     return {
         "loader_docs_per_s": Figure(ours, detail, at_least=min(80_000, 0.6 * bare)),
         "loader_vs_arrow": Figure(ratio, detail, at_least=min(0.6, 80_000 / bare)),
+    }
+
+
+def resuming() -> dict[str, Figure]:
+    """How soon a run that was interrupted far into a large mixture has its next batch, and what its position weighs."""
+    tokenizer = load_tokenizer("compact")
+    with tempfile.TemporaryDirectory() as folder:
+        # the work depends on the number of documents, not on their lengths
+        source = _mixture(Path(folder), np.full(DOCUMENTS, 8, np.int64))
+
+        def open_mixture() -> SMIDataModule:
+            data = SMIDataModule(
+                tokenizer, source, steps=DOCUMENTS, pack_length=CAPACITY, window=4096, workers=2, seed=0
+            )
+            data.setup()
+            return data
+
+        data = open_mixture()
+        loader = data.train_dataloader()
+        for _ in itertools.islice(loader, DOCUMENTS * 8 // CAPACITY // 2):
+            pass
+        began = time.perf_counter()
+        state = loader.state_dict()
+        saving = time.perf_counter() - began
+        data.teardown()
+        waits = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            data = open_mixture()
+            loader = data.train_dataloader()
+            loader.load_state_dict(state)
+            next(iter(loader))
+            waits.append(time.perf_counter() - began)
+            data.teardown()
+    wait = statistics.median(waits)
+    return {
+        "resume_s": Figure(
+            wait, f"from opening a mixture of {DOCUMENTS:,} documents to the batch in its middle", at_most=0.5
+        ),
+        "state_ms": Figure(1e3 * saving, "to ask the loader for its position", at_most=5),
+        "state_bytes": Figure(len(json.dumps(state)), "of the position, as JSON", at_most=10_000),
     }
 
 

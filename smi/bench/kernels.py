@@ -8,7 +8,6 @@ the registry: one that is missing or refuses this machine is named in a printed 
 import ctypes
 import multiprocessing
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import smi_kernels
-from smi.bench.measure import Figure, alternate, duration
+from smi.bench.measure import Figure, alternate, duration, resident
 from smi.bench.portable import portable
 
 # [B, T, H, N]; names are the model sizes that have them
@@ -157,15 +156,9 @@ def peak_memory(name: str, shape: tuple[int, int, int, int], threads: int) -> in
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
-    before = _status("VmRSS")
+    before = resident("VmRSS")
     step()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    return resident("VmHWM") - before
 
 
 def _error(name: str, case: str) -> Figure:

@@ -5,10 +5,13 @@ drift, and the ratio of their medians survives it.
 """
 
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,20 @@ def alternate(peers: Mapping[str, Callable[[], object]], *, rounds: int = 7, war
             finally:
                 gc.enable()
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def resident(field: Literal["VmRSS", "VmHWM"]) -> int:
+    """Bytes that this process holds, or its peak; ValueError where there is no Linux' /proc to ask.
+
+    `getrusage` would tell the peak of whoever started this process where that was higher.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError as error:
+        raise ValueError(f"the memory of a process is read from Linux' /proc: {error}") from None
+    found = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def duration(seconds: float) -> str:

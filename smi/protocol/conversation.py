@@ -23,6 +23,7 @@ _RUNTIME_ROLES = {
 ROLES = (*_RUNTIME_ROLES, "assistant", "tool")
 
 Reasoning = Literal["keep", "last", "drop"]
+_REASONING = get_args(Reasoning)
 
 # the names the ecosystem gives to the reasoning of an assistant message
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -36,6 +37,9 @@ _FOREIGN_FIELDS = {
     "images": "write them as spans among the parts of the content",
     "videos": "write them as spans among the parts of the content",
 }
+
+
+_NOTHING_SAID = "the assistant says, thinks and does nothing: drop the message"
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ def to_stream(conversation: Conversation, *, reasoning: Reasoning = "keep", requ
     "tool_calls", "missing_call_id", "duplicate_call_id", "undeclared_tool", "undeclared_action", "arguments",
     "orphan_observation", "duplicate_observation", "observation", and those of `dumps`.
     """
-    if reasoning not in get_args(Reasoning):
-        raise ValueError(f"reasoning is {reasoning!r}; it must be one of {', '.join(get_args(Reasoning))}")
+    if reasoning not in _REASONING:
+        raise ValueError(f"reasoning is {reasoning!r}; it must be one of {', '.join(_REASONING)}")
     messages = conversation.messages
     if not isinstance(messages, list):
         raise ProtocolError("messages", "messages", f"expected a list of messages, got {type(messages).__name__}")
@@ -219,16 +223,20 @@ def _blocks(message: object, calls: _Calls, where: str, thinks: bool) -> list[Bl
     role = message.get("role")
     if role not in ROLES:
         raise ProtocolError("role", where, f"unknown role {role!r}; known: {', '.join(ROLES)}")
-    if not message.keys().isdisjoint(_FOREIGN_FIELDS):
+    # most messages have nothing but a role and a content
+    plain = len(message) == 2 and "content" in message
+    if not plain:
         for field, advice in _FOREIGN_FIELDS.items():
             if message.get(field):
                 raise ProtocolError("field", where, f"{field} is not supported; {advice}")
     if role == "assistant":
+        if plain:
+            return [_said(message["content"], where)]
         # a weight asks for less training than a supervised message gets: to overlook it would train on the unwanted
         if message.get("weight") not in (None, 1):
             raise ProtocolError("field", where, "every assistant message is trained on: a weight can only be 1")
         return _assistant(message, calls, where, thinks)
-    if not message.keys().isdisjoint(_ASSISTANT_FIELDS):
+    if not plain:
         for field in filter(message.get, _ASSISTANT_FIELDS):
             raise ProtocolError("field", where, f"only an assistant message may carry {field}")
     if role == "tool":
@@ -253,6 +261,14 @@ def answers_a_call(payload: str) -> bool:
     return "caused_by" in value
 
 
+def _said(content: object, where: str) -> Block:
+    """The OUT of an assistant message that has content alone."""
+    payload = _payload(content, where)
+    if payload is None or not _says(payload):
+        raise ProtocolError("empty_turn", where, _NOTHING_SAID)
+    return Block(BlockType.OUT, payload)
+
+
 def _assistant(message: dict[str, Any], calls: _Calls, where: str, thinks: bool) -> list[Block]:
     thoughts: list[Payload | None] = []
     if not message.keys().isdisjoint(REASONING_FIELDS):
@@ -274,7 +290,7 @@ def _assistant(message: dict[str, Any], calls: _Calls, where: str, thinks: bool)
     if not blocks and thoughts:
         raise ProtocolError("empty_turn", where, "nothing is left of the message without its reasoning")
     if not blocks:
-        raise ProtocolError("empty_turn", where, "the assistant says, thinks and does nothing: drop the message")
+        raise ProtocolError("empty_turn", where, _NOTHING_SAID)
     return blocks
 
 

@@ -13,7 +13,8 @@ from smi.protocol.stream import ProtocolError, check_text
 
 MAX_NESTING = 64
 
-_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+# what refers to itself is found by its depth
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 _LEAVES = frozenset({str, bool, type(None)})
 # every whole number up to here is a finite double
 _SAFE_INTEGER = 2**1023

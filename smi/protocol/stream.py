@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from smi.protocol.tokens import BlockType, Side
@@ -111,12 +112,15 @@ class Block:
     payload: Payload
 
     def __post_init__(self) -> None:
-        if not isinstance(self.type, BlockType) or self.type >= BlockType.EOT:
-            raise ProtocolError("block_type", "", f"{self.type!r} cannot open a block")
-        if isinstance(self.payload, tuple):
-            object.__setattr__(self, "payload", _joined(self.payload, self.type.token))
+        kind, payload = self.type, self.payload
+        if type(kind) is not BlockType or kind >= BlockType.EOT:
+            raise ProtocolError("block_type", "", f"{kind!r} cannot open a block")
+        if type(payload) is str and payload.isascii():
+            return
+        if isinstance(payload, tuple):
+            object.__setattr__(self, "payload", _joined(payload, kind.token))
         else:
-            check_text(self.payload, self.type.token)
+            check_text(payload, kind.token)
 
     @property
     def text(self) -> str:
@@ -164,9 +168,7 @@ class Transmission:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ProtocolError("empty_transmission", "", "a transmission holds at least one block")
-        if len(self.blocks) == 1:
-            return
-        for index, (before, after) in enumerate(zip(self.blocks, self.blocks[1:], strict=False), start=1):
+        for index, (before, after) in enumerate(pairwise(self.blocks), start=1):
             check_follows(before.type, after.type, f"blocks[{index}]")
 
     @property

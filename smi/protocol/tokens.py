@@ -28,6 +28,9 @@ class Side(StrEnum):
     MODEL = "model"
 
 
+_RUNTIME, _MODEL = Side
+
+
 class BlockType(IntEnum):
     """What a block means; the value is its slot. EOT and EOS label tokens and never open a block."""
 
@@ -55,7 +58,7 @@ class BlockType(IntEnum):
         """The side that may write a block of this type; EOT and EOS belong to whoever ends."""
         if self >= BlockType.EOT:
             raise ValueError(f"{self.name} ends a transmission of either side and has no side of its own")
-        return Side.MODEL if self >= BlockType.THINK else Side.RUNTIME
+        return _MODEL if self >= BlockType.THINK else _RUNTIME
 
 
 STRUCTURAL_TOKENS: tuple[str, ...] = tuple(f"<|{block.name.lower()}|>" for block in BlockType if block <= BlockType.EOT)
