@@ -43,7 +43,7 @@ class TuningConfig:
     freeze: list[str] = field(default_factory=list)
     train: list[str] = field(default_factory=list)
     rank: int = 32
-    alpha: float = 32
+    alpha: int = 32
     dropout: float = 0.0
     targets: list[str] = field(
         default_factory=lambda: ["att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value"]
@@ -268,7 +268,7 @@ LEAST: dict[str, float] = {
     "model.gate_low_rank_dim": 1,
     "model.embedding_init": 0,
     "tuning.rank": 1,
-    "tuning.alpha": 0,
+    "tuning.alpha": 1,
     "tuning.dropout": 0,
     "data.max_questions": 1,
     "data.held_out_tasks": 0,

@@ -97,7 +97,7 @@ def build_hf(config: Config, tokenizer: Tokenizer) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"transformers cannot load a causal language model from {source}: {reason}") from error
     _check_head(model, source)
@@ -107,8 +107,12 @@ def build_hf(config: Config, tokenizer: Tokenizer) -> PreTrainedModel:
     return model
 
 
+def _rows(model: Any) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
 def _fit_vocabulary(model: PreTrainedModel, tokenizer: Tokenizer, config: Config) -> None:
-    source, rows = config.model.pretrained, model.get_input_embeddings().weight.shape[0]
+    source, rows = config.model.pretrained, _rows(model)
     known = min(tokenizer.structural.ids)
     if not known <= rows < tokenizer.vocab_size + MOST_PADDING:
         raise ValueError(
@@ -177,7 +181,7 @@ def keeps_apart(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> tuple[bool, bool]:
     """Whether hidden states of documents packed, and padded, are those of each alone."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = _rows(model)
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(rows, (1, length), generator=generator) for length in PROBE]
     ids = torch.zeros(len(PROBE), max(PROBE), dtype=torch.int64)

@@ -103,21 +103,11 @@ def _rows(tokenizer: Tokenizer) -> int:
 
 def from_scratch(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     """A new model in the official initialisation; float32."""
-    shape = config.model
-    if missing := [f"model.{key}" for key in _SHAPE if getattr(shape, key) is None]:
+    shape: dict[str, Any] = {key: getattr(config.model, key) for key in _SHAPE}
+    if missing := [f"model.{key}" for key, size in shape.items() if size is None]:
         raise ValueError(f"{', '.join(missing)} is missing: choose a model group, or start from model.pretrained")
     return RWKV7ForCausalLM(
-        RWKV7Config(
-            vocab_size=_rows(tokenizer),
-            hidden_size=shape.hidden_size,
-            num_hidden_layers=shape.num_hidden_layers,
-            head_dim=shape.head_dim,
-            decay_low_rank_dim=shape.decay_low_rank_dim,
-            a_low_rank_dim=shape.a_low_rank_dim,
-            v_low_rank_dim=shape.v_low_rank_dim,
-            gate_low_rank_dim=shape.gate_low_rank_dim,
-            embedding_init=shape.embedding_init,
-        )
+        RWKV7Config(vocab_size=_rows(tokenizer), embedding_init=config.model.embedding_init, **shape)
     )
 
 
