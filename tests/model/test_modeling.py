@@ -6,7 +6,10 @@ import torch._dynamo as dynamo
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
+from smi.data import SMIDataModule
+from smi.data.synthetic import SyntheticTools
 from smi.model import RWKV7Config, RWKV7ForCausalLM, RWKV7State, modeling
+from smi.tokenizer import load_tokenizer
 
 
 def tiny(seed=0, **changes) -> RWKV7ForCausalLM:
@@ -79,6 +82,22 @@ def test_changing_a_document_changes_no_other_bit_for_bit():
     assert torch.equal(a[:, :9], b[:, :9])
     assert torch.equal(a[:, 20:], b[:, 20:])
     assert not torch.equal(a[:, 9:20], b[:, 9:20])
+
+
+def test_a_pack_of_the_data_module_keeps_its_documents_apart():
+    """From rows to logits: other tokens in one document leave the logits of all others as they were, bit for bit."""
+    data = SMIDataModule(load_tokenizer("compact"), SyntheticTools(0), steps=1, max_length=256, pack_length=320)
+    batch = next(iter(data.train_dataloader()))
+    data.teardown()
+    assert batch.documents > 2
+    model = tiny(vocab_size=load_tokenizer("compact").vocab_size).float()
+    model.wkv_backend = "recurrent"
+    logits = model(batch.input_ids, cu_seqlens=batch.cu_seqlens).logits[0]
+    changed = batch.document_ids[0] == 1
+    ids = torch.where(changed, (batch.input_ids + 1) % model.config.vocab_size, batch.input_ids)
+    others = model(ids, cu_seqlens=batch.cu_seqlens).logits[0]
+    assert torch.equal(logits[~changed], others[~changed])
+    assert not (logits[changed] == others[changed]).all(-1).any()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
