@@ -27,7 +27,6 @@ class ModelConfig:
     embedding_init: float = 1e-4
     pretrained: str | None = None
     revision: str | None = None
-    gradient_checkpointing: bool = False
 
 
 @dataclass
@@ -93,8 +92,8 @@ class DataConfig:
     that file, compiled by others), or, where that is null, `source`, each with files below `mirror`, as they are.
     `over_long`: reject documents of more than `max_length` tokens, or split them: one that does not fit into a row of
     `pack_length` is then trained whole, in pieces of at most `max_length` tokens, each from the state that the one
-    before it left. `workers`: threads that read a prepared mixture ahead. `on_change`: refuse a checkpoint of another
-    seed, window, pack length or accumulation, or continue with exactly what its epoch has left.
+    before it left. `on_change`: refuse a checkpoint of another seed, window, pack length or batch size, or continue
+    with exactly what its epoch has left.
     """
 
     kind: str = MISSING
@@ -112,7 +111,6 @@ class DataConfig:
     window: int = 512
     val_fraction: float = 0.0
     val_batches: int = 16
-    workers: int = 2
     on_change: str = "refuse"
 
 
@@ -162,10 +160,26 @@ class KernelConfig:
 
 @dataclass
 class HardwareConfig:
-    """What to run on, in Lightning's terms. `threads` are torch's on the CPU; null leaves them alone."""
+    """What to run on, and how an optimizer step is dealt out to it; what is learned does not depend on it.
+
+    `devices` are those of a node, each with a process of its own. `launcher` starts the processes: lightning (this
+    command, on one node), torchrun or slurm. `max_micro_batch`: packs that a device takes at a time, at most; the
+    largest number that divides its share of `trainer.batch_size` evenly is taken, see `smi.hardware.split_batch`.
+    `activation_checkpointing`: blocks keep their inputs alone and are computed again for backward. `workers`: threads
+    that read a prepared mixture ahead. `memory_gib`: a device's memory in GiB, to hold the estimate against.
+    `threads`: torch's on the CPU; null leaves them alone.
+    """
 
     accelerator: str = MISSING
     precision: str = MISSING
+    strategy: str = "single"
+    devices: int = 1
+    nodes: int = 1
+    launcher: str = "lightning"
+    max_micro_batch: int = 1
+    activation_checkpointing: bool = False
+    workers: int = 2
+    memory_gib: float | None = None
     threads: int | None = None
 
 
@@ -186,10 +200,13 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """How long, how often, and what is kept. Every count is in optimizer steps."""
+    """How long, how often, and what is kept. Every count is in optimizer steps.
+
+    `batch_size`: packs of `data.pack_length` tokens an optimizer step, on all devices together.
+    """
 
     max_steps: int = MISSING
-    accumulate: int = 1
+    batch_size: int = 1
     val_every: int = 100
     log_every: int = 10
     checkpoint_every: int = 100
@@ -203,6 +220,18 @@ class LoggerConfig:
 
     kind: str = MISSING
     project: str = "smi"
+
+
+@dataclass
+class SweepConfig:
+    """What a sweep compares its jobs by: the figure of a run that `objective` names, see `figures.json`.
+
+    `trials`: how many sweep=optuna makes.
+    """
+
+    objective: str = "val/loss"
+    direction: str = "minimize"
+    trials: int = 20
 
 
 @dataclass
@@ -232,6 +261,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
@@ -251,9 +281,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prepare.on_shortfall": ("error", "accept"),
     "prepare.dedupe": ("exact", "normalised", "near"),
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
+    "sweep.direction": ("minimize", "maximize"),
     "trainer.export": ("hf", "native", "fla"),
     "hardware.accelerator": ("cpu", "gpu"),
     "hardware.precision": ("32-true", "bf16-mixed"),
+    "hardware.strategy": ("single", "ddp", "fsdp"),
+    "hardware.launcher": ("lightning", "torchrun", "slurm"),
 }
 
 # least values; optim.lr and eps must be above theirs
@@ -273,13 +306,17 @@ LEAST: dict[str, float] = {
     "data.max_questions": 1,
     "data.held_out_tasks": 0,
     "data.val_batches": 1,
-    "data.workers": 0,
     "prepare.workers": 0,
     "prepare.row_timeout": 0.1,
     "prepare.tokens": 1,
     "prepare.seed": 0,
     "prepare.row_group_rows": 1,
     "prepare.shard_rows": 1,
+    "hardware.devices": 1,
+    "hardware.nodes": 1,
+    "hardware.max_micro_batch": 1,
+    "hardware.workers": 0,
+    "hardware.memory_gib": 1,
     "hardware.threads": 1,
     "optim.lr": 0,
     "optim.final_lr_ratio": 0,
@@ -288,8 +325,9 @@ LEAST: dict[str, float] = {
     "optim.eps": 0,
     "optim.clip": 0,
     "optim.z_loss": 0,
+    "sweep.trials": 1,
     "trainer.max_steps": 1,
-    "trainer.accumulate": 1,
+    "trainer.batch_size": 1,
     "trainer.val_every": 1,
     "trainer.log_every": 1,
     "trainer.checkpoint_every": 1,

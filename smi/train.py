@@ -8,14 +8,17 @@ python -m smi.train -m +recipe=quickstart seed=1,2
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from smi.composing import ConfigError, check_override, config_dir, judge, recipes, register
+from smi.composing import check_override, config_dir, judge, recipes, register
 from smi.config import Config
+from smi.hardware import check_launch, process_rank, say_error
+from smi.sweeps import DIVERGED, check_installed, conclude, run_job, write_figures
 
 
 def train(config: Config) -> dict[str, float]:
@@ -34,11 +37,14 @@ def train(config: Config) -> dict[str, float]:
     from smi.training.models import build_model, build_module
     from smi.training.run_directory import find_checkpoint, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
-    from smi.training.trainer import build_trainer
+    from smi.training.sharding import whole_model
+    from smi.training.trainer import build_trainer, fit
 
     quiet_libraries()
+    check_launch(config)
+    first = process_rank() == 0
     # a log file is no narrower than a terminal
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, quiet=not first)
     run_dir = Path(config.paths.run_dir)
     checkpoint = find_checkpoint(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -50,13 +56,16 @@ def train(config: Config) -> dict[str, float]:
     model = build_model(config, tokenizer)
     data.setup()
     module = build_module(config, model, optimization(config))
-    config_yaml = write_config(config)
+    config_yaml = write_config(config) if first else ""
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        fit(trainer, module, data, checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
+    model = module.model = whole_model(trainer, model)
+    if not first:
+        return {}
     data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -72,6 +81,7 @@ def train(config: Config) -> dict[str, float]:
     if config.data.held_out_tasks:
         figures |= evaluate_tasks(config, module, tokenizer, console)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
+    write_figures(run_dir, figures)
     return figures
 
 
@@ -92,29 +102,27 @@ def main() -> None:
     try:
         for argument in sys.argv[1:]:
             check_override(argument)
-    except ConfigError as error:
+        check_installed(sys.argv[1:])
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     register()
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
-    def run(composed: DictConfig) -> dict[str, float]:
-        alone = HydraConfig.get().mode == RunMode.RUN
+    def run(composed: DictConfig) -> Any:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return run_job(composed)
         try:
-            if not alone and any(o.startswith("paths.run_dir=") for o in HydraConfig.get().overrides.task):
-                raise ConfigError("a sweep has a folder for each job: set hydra.sweep.dir instead of paths.run_dir")
             composed.paths.run_dir = HydraConfig.get().runtime.output_dir
             return train(judge(composed))
         except (ValueError, OSError, FloatingPointError) as error:
-            if not alone:  # in a sweep the other jobs go on, and Hydra reports the failed ones
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            say_error(error)
+            sys.exit(DIVERGED if isinstance(error, FloatingPointError) else 2)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
 
-    run()
+    sys.exit(conclude(run))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_other_data_brings_its_own_tokenizer(composed):
         ("trainer.max_steps='50'", "trainer.max_steps should be a whole number, not '50'"),
         ("trainer.max_steps=2.5", "trainer.max_steps should be a whole number, not 2.5"),
         ("trainer.max_steps=true", "trainer.max_steps should be a whole number, not True"),
-        ("model.gradient_checkpointing=1", "should be true or false, not 1"),
+        ("hardware.activation_checkpointing=1", "should be true or false, not 1"),
         ("name=7", "name should be text, not 7: put it in quotes"),
         ("data.train_files=talk.jsonl", "should be a list, like [talk.jsonl]"),
         ("data.train_files=[1]", "data.train_files[0] should be text, not 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -127,6 +128,25 @@ class PackedBatch:
             attention_mask=spread(torch.ones_like(self.input_ids, dtype=torch.bool), 0),
             position_ids=spread(position, 0),
             block_types=spread(self.block_types, 0),
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
+        """Several rows one after another in a single one, with the documents and the capacity of all."""
+        if len(batches) == 1:
+            return batches[0]
+        starts = itertools.accumulate((batch.tokens for batch in batches[:-1]), initial=0)
+        rows = list(zip(batches, starts, strict=True))
+        bounds = [batch.cu_seqlens[1:] + start for batch, start in rows]
+        ends = [start + end for batch, start in rows for end in batch.pieces or (batch.tokens,)]
+        return cls(
+            input_ids=torch.cat([batch.input_ids for batch in batches], 1),
+            labels=torch.cat([batch.labels for batch in batches], 1),
+            cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *bounds]),
+            block_types=torch.cat([batch.block_types for batch in batches], 1),
+            capacity=sum(batch.capacity for batch in batches),
+            # those beside a long document are read one by one
+            pieces=tuple(ends) if any(batch.pieces for batch in batches) else (),
         )
 
     def unsupervised(self) -> PackedBatch:

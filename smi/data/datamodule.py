@@ -76,10 +76,11 @@ class SMIDataModule(LightningDataModule):
         window: documents gathered for shuffling and packing.
         seed: of the training order.
         accumulate: micro-batches of an optimizer step, per rank.
+        micro_batch: packs of a micro-batch; which packs make a step does not depend on how they are shared out.
         start: micro-batches at the head of the stream to leave out, per rank; for a run that goes on from the
             weights of another one alone.
         workers: threads that read ahead, where all of `train` is prepared; the order does not depend on them.
-        on_change: what a checkpoint of another seed, window, pack length, accumulation or number of ranks meets.
+        on_change: what a checkpoint of another seed, window, pack length or number of packs a step meets.
             "refuse" names what differs; "continue" goes on with exactly the documents that its epoch has left.
 
     Raises:
@@ -103,6 +104,7 @@ class SMIDataModule(LightningDataModule):
         window: int = 512,
         seed: int = 0,
         accumulate: int = 1,
+        micro_batch: int = 1,
         start: int = 0,
         workers: int = 2,
         on_change: str = "refuse",
@@ -114,6 +116,7 @@ class SMIDataModule(LightningDataModule):
         for name, value, least in (
             ("steps", steps, 1),
             ("accumulate", accumulate, 1),
+            ("micro_batch", micro_batch, 1),
             ("window", window, 1),
             ("val_batches", val_batches, 1),
             ("start", start, 0),
@@ -147,6 +150,7 @@ class SMIDataModule(LightningDataModule):
         self.window = window
         self.seed = seed
         self.accumulate = accumulate
+        self.micro_batch = micro_batch
         self.start = start
         self.workers = workers
         self.on_change = on_change
@@ -283,10 +287,12 @@ class SMIDataModule(LightningDataModule):
         if self.prepared:
             mixture = self._prepared()
             self.account = account = RowAccount()
-            return mixture.batches(place, rank, world_size, account, on_epoch)
-        on_epoch(0, 0)
-        packs = itertools.islice(self.packs(), place.packs + rank, None, world_size)
-        return (self.batch(members) for members in packs)
+            packs = mixture.batches(place, rank, world_size, account, on_epoch)
+        else:
+            on_epoch(0, 0)
+            chosen = itertools.islice(self.packs(), place.packs + rank, None, world_size)
+            packs = (self.batch(members) for members in chosen)
+        return (PackedBatch.join(some) for some in _groups(packs, self.micro_batch))
 
     def packs(self) -> Iterator[list[Document]]:
         """The documents of each pack of the training stream, from its beginning and without end.
@@ -433,6 +439,7 @@ class SMIDataModule(LightningDataModule):
             "over_long": self.over_long,
             **vars(self.shuffle),
             "accumulate": self.accumulate,
+            "micro_batch": self.micro_batch,
             "start": self.start,
             "world_size": world_size,
         }
@@ -460,6 +467,12 @@ def _as_list(sources: AnySource | Sequence[AnySource]) -> list[AnySource]:
 def _by_content(sources: Sequence[AnySource]) -> set[str]:
     """The sources whose held-out share is chosen by content; the others hold out rows of their own."""
     return {source.name for source in sources if isinstance(source, SourceSpec | DocumentSource)}
+
+
+def _groups(packs: Iterator[PackedBatch], size: int) -> Iterator[list[PackedBatch]]:
+    """`size` packs at a time, without end."""
+    while True:
+        yield list(itertools.islice(packs, size))
 
 
 def _digest(value: Any) -> str:

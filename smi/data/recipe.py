@@ -14,6 +14,7 @@ from smi.data.pipeline import AnySource
 from smi.data.prepared import PrecompiledSource, open_mixture
 from smi.data.sources import SourceSpec
 from smi.data.synthetic import SyntheticTools
+from smi.hardware import split_batch
 from smi.tokenizer import Tokenizer, load_tokenizer
 
 # settings of `data` that only one kind of data reads, and the group that chooses it
@@ -25,7 +26,6 @@ _READ_BY = {
     "mixture": "mixture",
     "mirror": "mixture",
     "source": "mixture",
-    "workers": "mixture",
 }
 _GROUP = {"synthetic": "data=synthetic", "files": "data=messages", "mixture": "data=pilot"}
 
@@ -69,6 +69,7 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         if several := [name for name, source in data.source.items() if source.epochs != 1]:
             raise ValueError(f"data.source.{several[0]}.epochs is read by python -m smi.prepare: prepare the mixture")
         train = [SourceSpec(name, **source_options(source)) for name, source in data.source.items()]
+    split = split_batch(config)
     return SMIDataModule(
         tokenizer,
         train,
@@ -82,8 +83,9 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         window=data.window,
         seed=config.seed,
         steps=config.trainer.max_steps,
-        accumulate=config.trainer.accumulate,
-        workers=data.workers,
+        accumulate=split.accumulate,
+        micro_batch=split.micro_batch,
+        workers=config.hardware.workers,
         on_change=data.on_change,
     )
 

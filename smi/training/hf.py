@@ -102,7 +102,7 @@ def build_hf(config: Config, tokenizer: Tokenizer) -> PreTrainedModel:
         raise ValueError(f"transformers cannot load a causal language model from {source}: {reason}") from error
     _check_head(model, source)
     _fit_vocabulary(model, tokenizer, config)
-    if how.gradient_checkpointing:
+    if config.hardware.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 

@@ -47,9 +47,12 @@ def build_model(config: Config, tokenizer: Tokenizer) -> Any:
             a kernel or device that is not to be had here.
     """
     if config.hardware.accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("hardware=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here")
+        raise ValueError(
+            "hardware.accelerator=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here"
+        )
     if config.model.revision and not config.model.pretrained:
         raise ValueError("model.revision is of model.pretrained, which is not set")
+    _check_sharing(config)
     if config.tuning.kind != "full" and not config.model.pretrained:
         raise ValueError(
             f"tuning.kind={config.tuning.kind} is for a model that has been trained: set model.pretrained to its export"
@@ -68,6 +71,21 @@ def build_model(config: Config, tokenizer: Tokenizer) -> Any:
     return model.train()
 
 
+def _check_sharing(config: Config) -> None:
+    """Raises ValueError for what FSDP cannot share out."""
+    other = (
+        ("model=hf", config.model.kind == "hf"),
+        (f"tuning.kind={config.tuning.kind}", config.tuning.kind != "full"),
+        # its ranks gather weights together, and would read different numbers of pieces
+        ("data.over_long=split", config.data.over_long == "split"),
+    )
+    for setting, chosen in other:
+        if chosen and config.hardware.strategy == "fsdp":
+            raise ValueError(
+                f"hardware.strategy=fsdp does not go with {setting}: choose ddp, as in hardware=h200x8_ddp"
+            )
+
+
 def _build_rwkv7(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     device = torch.device("cuda" if config.hardware.accelerator == "gpu" else "cpu")
     dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
@@ -80,7 +98,7 @@ def _build_rwkv7(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
             model.rwkv7.compile_blocks()
         except RuntimeError as error:
             raise ValueError(f"kernel.compile=true cannot run here: {error}") from error
-    model.rwkv7.gradient_checkpointing = config.model.gradient_checkpointing
+    model.rwkv7.gradient_checkpointing = config.hardware.activation_checkpointing
     return model
 
 

@@ -17,6 +17,7 @@ from smi.protocol.tokens import BlockType
 from smi.training.loss import LossSums, sum_of, supervised_loss
 from smi.training.memory import keep_freed_memory
 from smi.training.optim import average_and_clip, cosine_with_warmup, parameter_groups
+from smi.training.sharding import shard
 from smi.training.tuning import InitialState
 
 
@@ -65,6 +66,9 @@ class SMIModule(L.LightningModule):
         self._step: Tensor | None = None
         self._validation: Tensor | None = None
         self._tokens = 0.0
+
+    def configure_model(self) -> None:
+        shard(self, self.model.rwkv7.blocks, forward="_loss")
 
     @property
     def time_state(self) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from smi.config import Config
+from smi.hardware import process_rank
 from smi.training.checkpoint import check_checkpoint, list_checkpoints
 
 log = logging.getLogger("smi")
@@ -16,10 +17,10 @@ log = logging.getLogger("smi")
 CONFIG_FILE = "config.yaml"
 
 # what a resumed run may change; everything else decides what is learned, and in which order
-_FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer")
-_FREE_IN_DATA = ("workers", "on_change")
+_FREE_TO_CHANGE = ("name", "resume", "paths", "logger", "kernel", "hardware", "trainer", "sweep")
+_FREE_IN_DATA = ("on_change",)
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
-_ORDER = ("seed", "data.window", "data.pack_length", "accumulate")
+_ORDER = ("seed", "data.window", "data.pack_length", "batch_size")
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -31,7 +32,8 @@ def find_checkpoint(config: Config) -> Path | None:
     """
     folder = Path(config.paths.run_dir)
     if config.resume == "none":
-        if folder.is_dir() and any(folder.iterdir()):
+        # the first process alone looks: it may have begun to write when the others come by
+        if process_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
                 f"the run directory {folder} exists and is not empty: choose another paths.run_dir, "
                 "or add resume=auto to go on with the run in it"
@@ -59,7 +61,7 @@ def _check_same_settings(config: Config, file: Path) -> None:
         raise ValueError(f"{file} is not there, so it cannot be told which settings the checkpoint belongs to")
     now, then = asdict(config), yaml.safe_load(file.read_text(encoding="utf-8"))
     for settings in (now, then):
-        settings["accumulate"] = settings["trainer"]["accumulate"]
+        settings["batch_size"] = settings["trainer"]["batch_size"]
         settings["data"] = {key: value for key, value in settings["data"].items() if key not in _FREE_IN_DATA}
     changed = [
         f"{place} was {old} and is {new}"

@@ -264,7 +264,7 @@ def test_recipes_train_resume_and_export(recipe, start, tmp_path):
         f"model.pretrained={start}",
         "model.revision=null",
         "trainer.export=[hf]",
-        "trainer.accumulate=2",
+        "trainer.batch_size=2",
         *lengths,
     )
     export, again = train_and_resume(how, step=3)
@@ -295,3 +295,10 @@ def test_a_state_of_another_model_is_refused(tmp_path):
     file.write_bytes(b"no state")
     with pytest.raises(ValueError, match="cannot be read"):
         load_time_state(file, tiny().config)
+
+
+@pytest.mark.parametrize("override", ["tuning.kind=lora", "tuning.kind=state", "data.over_long=split", "model=hf"])
+def test_what_fsdp_cannot_share_out_is_refused(override, start, tmp_path):
+    how = config(tmp_path, f"model.pretrained={start}", "hardware=cpu_ddp2", "hardware.strategy=fsdp", override)
+    with pytest.raises(ValueError, match=rf"fsdp does not go with {override}: choose ddp"):
+        build_model(how, build_tokenizer(how))
