@@ -164,12 +164,14 @@ def test_ends_that_cannot_be_are_refused(ends):
         PackedBatch(**fields, pieces=ends)
 
 
-def test_a_long_document_beside_others():
+def test_a_long_document_beside_others_in_a_micro_batch():
     """Some pieces are whole documents, others parts of one: each document still starts anew, or where it was."""
     documents = [conversation(9, 12), conversation(60, 40, 30, seed=1), conversation(5, 7, seed=2), conversation(8, 9)]
     row = pack(documents)
-    fields = {name: getattr(row, name) for name in ("input_ids", "labels", "cu_seqlens", "block_types", "capacity")}
-    batch = PackedBatch(**fields, pieces=(22, 82, 122, 153, row.tokens))
+    batch = PackedBatch.join([pack(documents[:1]), pack([documents[1]], capacity=60, piece=60), pack(documents[2:])])
+    assert torch.equal(batch.input_ids, row.input_ids)
+    assert torch.equal(batch.cu_seqlens, row.cu_seqlens)
+    assert batch.pieces == (22, 82, 122, 153, row.tokens)
     assert [(piece.documents, piece.continues) for piece in pieces(batch)] == [
         (1, False),
         (1, False),
