@@ -203,6 +203,10 @@ class TrainerConfig:
     """How long, how often, and what is kept. Every count is in optimizer steps.
 
     `batch_size`: packs of `data.pack_length` tokens an optimizer step, on all devices together.
+
+    For looking into a run (`debug=`): `overfit_batches` trains on so many micro-batches again and again, 0 on all;
+    `profiler`: simple, advanced or pytorch, writes where the time went into the run directory; `detect_anomaly`
+    stops at the operation whose gradient is not a number, at a price in speed.
     """
 
     max_steps: int = MISSING
@@ -212,6 +216,9 @@ class TrainerConfig:
     checkpoint_every: int = 100
     keep_checkpoints: int = 1
     export: list[str] = field(default_factory=lambda: ["hf", "native"])
+    overfit_batches: int = 0
+    profiler: str | None = None
+    detect_anomaly: bool = False
 
 
 @dataclass
@@ -246,11 +253,15 @@ class Config:
     """A whole run.
 
     `resume`: none, auto (the newest checkpoint in `paths.run_dir`, if there is one), or a checkpoint file.
+    `dry_run`: check everything and say what would be trained on what, and no more. `wait_for`: the manifest of
+    `data.mixture`, which is being prepared elsewhere; training begins when it is there.
     """
 
     name: str = MISSING
     seed: int = 0
     resume: str = "none"
+    dry_run: bool = False
+    wait_for: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -283,6 +294,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "logger.kind": ("tensorboard", "csv", "wandb", "none"),
     "sweep.direction": ("minimize", "maximize"),
     "trainer.export": ("hf", "native", "fla"),
+    "trainer.profiler": ("simple", "advanced", "pytorch"),
     "hardware.accelerator": ("cpu", "gpu"),
     "hardware.precision": ("32-true", "bf16-mixed"),
     "hardware.strategy": ("single", "ddp", "fsdp"),
@@ -332,4 +344,5 @@ LEAST: dict[str, float] = {
     "trainer.log_every": 1,
     "trainer.checkpoint_every": 1,
     "trainer.keep_checkpoints": 1,
+    "trainer.overfit_batches": 0,
 }

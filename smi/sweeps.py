@@ -194,13 +194,7 @@ def _objective(run_dir: Path, name: str) -> tuple[str, float | None, str | None]
     if name not in figures:
         return "failed", None, f"sweep.objective={name} is no figure of this run; there are: {', '.join(figures)}"
     value = figures[name]
-    return ("diverged", None, f"{name} is not finite") if value is None else ("ok", value, None)
-
-
-def write_figures(run_dir: Path, figures: dict[str, float]) -> None:
-    """What a run has come to, by name, in its directory; null for what is not finite."""
-    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-    _write(run_dir / FIGURES_FILE, json.dumps(finite, indent=1))
+    return ("ok", value, None) if math.isfinite(value) else ("diverged", None, f"{name} is {value}")
 
 
 def _write(file: Path, text: str) -> None:

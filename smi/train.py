@@ -2,11 +2,14 @@
 
 python -m smi.train +recipe=quickstart
 python -m smi.train +recipe=quickstart optim.lr=1e-3 trainer.max_steps=50
+python -m smi.train +recipe=quickstart dry_run=true                   # is everything there? trains nothing
+python -m smi.train --config-dir RUN_DIR +recipe=rerun                # the run in RUN_DIR once more
 python -m smi.train -m +recipe=quickstart seed=1,2
 """
 
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from smi.composing import check_override, config_dir, judge, recipes, register
+from smi.composing import config_dir, judge, recipes, register
 from smi.config import Config
 from smi.hardware import check_launch, process_rank, say_error
-from smi.sweeps import DIVERGED, check_installed, conclude, run_job, write_figures
+from smi.origins import trace
+from smi.overrides import check_arguments
+from smi.sweeps import DIVERGED, check_installed, conclude, run_job
 
 
-def train(config: Config) -> dict[str, float]:
-    """One run, from a judged config to an export directory. Returns its figures by name.
+def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """One run, from a judged config to an export directory. Returns its figures by name; none after a dry run.
+
+    `overrides` are those of the command line, to be kept with the run.
 
     Raises:
         ValueError: whatever is wrong with config, files, checkpoint, data or kernel, before training starts.
@@ -33,20 +40,27 @@ def train(config: Config) -> dict[str, float]:
     from rich.console import Console
 
     from smi.data.recipe import build_data, build_tokenizer
+    from smi.training.debugging import feed
+    from smi.training.dry_run import check_run
     from smi.training.export import export_trained, write_card
     from smi.training.models import build_model, build_module
-    from smi.training.run_directory import find_checkpoint, write_config
+    from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
     from smi.training.sharding import whole_model
     from smi.training.trainer import build_trainer, fit
+    from smi.training.waiting import wait_for_mixture
 
     quiet_libraries()
-    check_launch(config)
     first = process_rank() == 0
     # a log file is no narrower than a terminal
     console = Console(width=None if sys.stdout.isatty() else 120, quiet=not first)
+    if config.dry_run:
+        check_run(config, console)
+        return {}
+    check_launch(config)
     run_dir = Path(config.paths.run_dir)
     checkpoint = find_checkpoint(config)
+    wait_for_mixture(config, console)
     L.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -56,11 +70,11 @@ def train(config: Config) -> dict[str, float]:
     model = build_model(config, tokenizer)
     data.setup()
     module = build_module(config, model, optimization(config))
-    config_yaml = write_config(config) if first else ""
+    config_yaml = write_config(config, overrides) if first else ""
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        fit(trainer, module, data, checkpoint)
+        fit(trainer, module, checkpoint, **feed(config, data))
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
     model = module.model = whole_model(trainer, model)
@@ -81,7 +95,7 @@ def train(config: Config) -> dict[str, float]:
     if config.data.held_out_tasks:
         figures |= evaluate_tasks(config, module, tokenizer, console)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
-    write_figures(run_dir, figures)
+    finish(config, figures, trainer.global_step)
     return figures
 
 
@@ -100,9 +114,10 @@ def main() -> None:
         print(_usage())
         sys.exit(2)
     try:
-        for argument in sys.argv[1:]:
-            check_override(argument)
+        sys.argv[1:] = check_arguments(sys.argv[1:])
         check_installed(sys.argv[1:])
+        if "dry_run=true" in sys.argv:
+            sys.argv.append("hydra.run.dir=.")  # hydra makes a directory, and a dry run writes nothing
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -110,11 +125,13 @@ def main() -> None:
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
     def run(composed: DictConfig) -> Any:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
+        job = HydraConfig.get()
+        if job.mode == RunMode.MULTIRUN:
             return run_job(composed)
         try:
-            composed.paths.run_dir = HydraConfig.get().runtime.output_dir
-            return train(judge(composed))
+            if not composed.dry_run:
+                composed.paths.run_dir = job.runtime.output_dir
+            return train(judge(composed, trace()), list(job.overrides.task))
         except (ValueError, OSError, FloatingPointError) as error:
             say_error(error)
             sys.exit(DIVERGED if isinstance(error, FloatingPointError) else 2)

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from hydra import compose, initialize_config_dir
 
-from smi.composing import check_override, config_dir, judge, register
+from smi.composing import config_dir, judge, register
 from smi.config import Config, DataConfig, longest_document, source_options, tokenizer_source
 from smi.data.datamodule import SMIDataModule
 from smi.data.pipeline import AnySource
@@ -15,6 +15,8 @@ from smi.data.prepared import PrecompiledSource, open_mixture
 from smi.data.sources import SourceSpec
 from smi.data.synthetic import SyntheticTools
 from smi.hardware import split_batch
+from smi.origins import trace
+from smi.overrides import check_override
 from smi.tokenizer import Tokenizer, load_tokenizer
 
 # settings of `data` that only one kind of data reads, and the group that chooses it
@@ -35,11 +37,10 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Config:
 
     Raises ValueError for a recipe or a setting that does not exist, and whatever else does not fit.
     """
-    for override in overrides:
-        check_override(override)
     register()
+    overrides = [f"+recipe={name}", "paths.run_dir=.", *map(check_override, overrides)]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return judge(compose("train", overrides=[f"+recipe={name}", "paths.run_dir=.", *overrides]))
+        return judge(compose("train", overrides=overrides), trace("train", overrides))
 
 
 def build_tokenizer(config: Config) -> Tokenizer:

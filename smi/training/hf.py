@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from smi.config import Config
 from smi.data.batch import PackedBatch
@@ -77,9 +77,37 @@ def build_hf(config: Config, tokenizer: Tokenizer) -> PreTrainedModel:
         ValueError: a checkpoint that cannot be had or does not fit the tokenizer, settings that are RWKV-7's alone, or
             a model whose logits are more than its hidden states times its output embedding.
     """
-    how = config.model
+    _check_settings(config)
+    model = _load(config, AutoModelForCausalLM, dtype=torch.float32, use_safetensors=True)
+    _check_head(model, str(config.model.pretrained))
+    _fit_vocabulary(model, tokenizer, config)
+    if config.hardware.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def outline_hf(config: Config) -> PreTrainedModel:
+    """The model of the checkpoint's config.json, without memory for its parameters. Raises ValueError."""
+    _check_settings(config)
+    shape = _load(config, AutoConfig)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(shape)
+
+
+def _load(config: Config, kind: Any, **options: Any) -> Any:
+    source = str(config.model.pretrained)
+    try:
+        return kind.from_pretrained(
+            source, revision=config.model.revision or "main", trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"transformers cannot load a causal language model from {source}: {reason}") from error
+
+
+def _check_settings(config: Config) -> None:
     for wrong, reason in (
-        (how.pretrained is None, "model=hf starts from a checkpoint: set model.pretrained"),
+        (config.model.pretrained is None, "model=hf starts from a checkpoint: set model.pretrained"),
         (config.tuning.kind == "state", "tuning.kind=state tunes the state of RWKV-7; model=hf has full and lora"),
         (config.data.over_long == "split", "data.over_long=split carries the state of RWKV-7; model=hf has none"),
         (config.data.held_out_tasks > 0, "held-out tasks are played with RWKV-7's runtime: data.held_out_tasks=0"),
@@ -88,23 +116,6 @@ def build_hf(config: Config, tokenizer: Tokenizer) -> PreTrainedModel:
     ):
         if wrong:
             raise ValueError(reason)
-    source = str(how.pretrained)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=how.revision or "main",
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"transformers cannot load a causal language model from {source}: {reason}") from error
-    _check_head(model, source)
-    _fit_vocabulary(model, tokenizer, config)
-    if config.hardware.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
 
 
 def _rows(model: Any) -> int:

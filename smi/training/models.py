@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 import smi_kernels
 from smi.config import Config
-from smi.model.checkpoint import load_pretrained
+from smi.model.checkpoint import is_on_hub, load_pretrained
 from smi.model.configuration import RWKV7Config
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.tokens import grow_embeddings
@@ -37,6 +38,41 @@ _SHAPE = (
 )
 
 
+def check_device(config: Config) -> str:
+    """The name of the WKV backend that will run. Raises ValueError where device or backend are not to be had here."""
+    if config.hardware.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("this hardware needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here")
+    device = torch.device("cuda" if config.hardware.accelerator == "gpu" else "cpu")
+    dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
+    if config.model.kind == "hf":
+        return "of transformers"
+    return smi_kernels.resolve(config.kernel.backend, device, dtype, config.model.head_dim).name
+
+
+def outline_model(config: Config, tokenizer: Tokenizer) -> Any:
+    """The model that `build_model` would give, without memory for its parameters.
+
+    A checkpoint in a path is mapped and held against the config, one on the hub is left there, but for the
+    config.json of a model of transformers. Raises ValueError.
+    """
+    _check_settings(config)
+    source = config.model.pretrained
+    if config.model.kind == "hf":
+        from smi.training.hf import outline_hf
+
+        model = outline_hf(config)
+    else:
+        if source is not None and not is_on_hub(source):
+            found = load_pretrained(source, revision=config.model.revision)
+            check_checkpoint_fits(found, config, tokenizer)
+            shape = {key: getattr(found.config, key) for key in _SHAPE}
+            config = replace(config, model=replace(config.model, **shape))
+        with torch.device("meta"):
+            model = from_scratch(config, tokenizer)
+    tune(model, config.tuning)
+    return model
+
+
 def build_model(config: Config, tokenizer: Tokenizer) -> Any:
     """The model of `config.model`, with a vocabulary for `tokenizer`; what of it trains is as `config.tuning` says.
 
@@ -46,17 +82,8 @@ def build_model(config: Config, tokenizer: Tokenizer) -> Any:
         ValueError: a checkpoint that does not fit, a vocabulary that does not, settings that contradict each other,
             a kernel or device that is not to be had here.
     """
-    if config.hardware.accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError(
-            "hardware.accelerator=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here"
-        )
-    if config.model.revision and not config.model.pretrained:
-        raise ValueError("model.revision is of model.pretrained, which is not set")
-    _check_sharing(config)
-    if config.tuning.kind != "full" and not config.model.pretrained:
-        raise ValueError(
-            f"tuning.kind={config.tuning.kind} is for a model that has been trained: set model.pretrained to its export"
-        )
+    check_device(config)
+    _check_settings(config)
     if config.model.kind == "hf":
         # imported here: transformers' own models are seldom wanted
         from smi.training.hf import build_hf
@@ -71,26 +98,7 @@ def build_model(config: Config, tokenizer: Tokenizer) -> Any:
     return model.train()
 
 
-def _check_sharing(config: Config) -> None:
-    """Raises ValueError for what FSDP cannot share out."""
-    other = (
-        ("model=hf", config.model.kind == "hf"),
-        (f"tuning.kind={config.tuning.kind}", config.tuning.kind != "full"),
-        # its ranks gather weights together, and would read different numbers of pieces
-        ("data.over_long=split", config.data.over_long == "split"),
-    )
-    for setting, chosen in other:
-        if chosen and config.hardware.strategy == "fsdp":
-            raise ValueError(
-                f"hardware.strategy=fsdp does not go with {setting}: choose ddp, as in hardware=h200x8_ddp"
-            )
-
-
 def _build_rwkv7(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
-    device = torch.device("cuda" if config.hardware.accelerator == "gpu" else "cpu")
-    dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
-    smi_kernels.resolve(config.kernel.backend, device, dtype, config.model.head_dim)
-
     model = from_checkpoint(config, tokenizer) if config.model.pretrained else from_scratch(config, tokenizer)
     model.wkv_backend = config.kernel.backend
     if config.kernel.compile:
@@ -115,6 +123,24 @@ def build_module(config: Config, model: Any, optimization: Optimization) -> SMIM
     return SMIModule(model, optimization, initial_state)
 
 
+def _check_settings(config: Config) -> None:
+    """Raises ValueError for settings that do not go together."""
+    if config.model.revision and not config.model.pretrained:
+        raise ValueError("model.revision is of model.pretrained, which is not set")
+    tuning = f"tuning.kind={config.tuning.kind}"
+    if config.tuning.kind != "full" and not config.model.pretrained:
+        raise ValueError(f"{tuning} is for a model that has been trained: set model.pretrained to its export")
+    if config.hardware.strategy == "fsdp":
+        for setting, chosen in (
+            ("model=hf", config.model.kind == "hf"),
+            (tuning, config.tuning.kind != "full"),
+            # its ranks gather weights together, and would read different numbers of pieces
+            ("data.over_long=split", config.data.over_long == "split"),
+        ):
+            if chosen:
+                raise ValueError(f"hardware.strategy=fsdp does not go with {setting}: choose ddp")
+
+
 def _rows(tokenizer: Tokenizer) -> int:
     return -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
@@ -134,7 +160,18 @@ def from_checkpoint(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     source = config.model.pretrained
     assert source is not None
     model = load_pretrained(source, revision=config.model.revision, dtype=torch.float32)
-    found = model.config
+    check_checkpoint_fits(model, config, tokenizer)
+    if model.config.vocab_size < tokenizer.vocab_size:
+        known = model.config.vocab_size
+        grow_embeddings(model, _rows(tokenizer), list(tokenizer.structural.ids), known, config.seed)
+        log.info("the vocabulary grew from %d to %d rows for the structural tokens", known, _rows(tokenizer))
+    return model
+
+
+def check_checkpoint_fits(model: RWKV7ForCausalLM, config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where a checkpoint's model has another shape or vocabulary than the run."""
+    source, found = config.model.pretrained, model.config
+    assert source is not None
     for key in _SHAPE:
         if getattr(config.model, key) not in (None, getattr(found, key)):
             raise ValueError(
@@ -150,8 +187,3 @@ def from_checkpoint(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     ids = Path(source) / STRUCTURAL_FILE
     if ids.is_file() and json.loads(ids.read_text(encoding="utf-8")) != tokenizer.structural.to_dict():
         raise ValueError(f"{ids} has other structural ids than the tokenizer {config.tokenizer.source}")
-    if found.vocab_size < tokenizer.vocab_size:
-        known = found.vocab_size
-        grow_embeddings(model, _rows(tokenizer), list(tokenizer.structural.ids), known, config.seed)
-        log.info("the vocabulary grew from %d to %d rows for the structural tokens", known, _rows(tokenizer))
-    return model

@@ -16,6 +16,7 @@ from smi.config import Config, HardwareConfig
 from smi.hardware import split_batch
 from smi.training.callbacks import ProgressReport
 from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
+from smi.training.debugging import build_profiler
 from smi.training.loggers import build_logger
 from smi.training.sharding import sharded_strategy
 
@@ -46,6 +47,8 @@ def build_trainer(config: Config, console: Console) -> L.Trainer:
         check_val_every_n_epoch=None,
         log_every_n_steps=config.trainer.log_every,
         logger=build_logger(config),
+        profiler=build_profiler(config),
+        detect_anomaly=config.trainer.detect_anomaly,
         callbacks=[
             ProgressReport(console, config.trainer.log_every, run_dir),
             Checkpoints(run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints),
@@ -57,14 +60,14 @@ def build_trainer(config: Config, console: Console) -> L.Trainer:
     )
 
 
-def fit(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, checkpoint: Path | None) -> None:
-    """Trains. What ends one process of the run ends all of them.
+def fit(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path | None, **data: Any) -> None:
+    """Trains on `data`, as `Trainer.fit` takes it. What ends one process of the run ends all of them.
 
     Raises:
         SystemExit: another process failed, and has said why.
     """
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        trainer.fit(module, **data, ckpt_path=checkpoint, weights_only=True)
     except BaseException as error:
         children: list[subprocess.Popen] = getattr(trainer.strategy.launcher, "procs", [])
         # after SIGTERM each leaves by itself, and one that failed leaves a broken connection, which shows here first

@@ -118,20 +118,26 @@ def merge_adapters(model: nn.Module) -> None:
         model.set_submodule(name, adapted.get_base_layer())
 
 
+def count_trained(model: nn.Module, how: TuningConfig) -> int:
+    """Numbers that the optimizer moves, those of a tuned initial state included."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if how.kind == "state":
+        config: Any = getattr(model, "config", None)
+        trained += config.num_hidden_layers * config.hidden_size * config.head_dim
+    return trained
+
+
 def describe(model: nn.Module, how: TuningConfig) -> str:
     """What trains, for people: how many parameters of how many, and what keeps the others from it."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    total, trains = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+    trained, total = count_trained(model, how), sum(parameter.numel() for parameter in model.parameters())
     beside = f" and {', '.join(how.train)}" if how.train else ""
     match how.kind:
         case "lora":
-            return f"LoRA of rank {how.rank}{beside}: {trains:,} of {total:,} parameters"
+            return f"LoRA of rank {how.rank}{beside}: {trained:,} of {total:,} parameters"
         case "state":
-            config: Any = getattr(model, "config", None)
-            states = config.num_hidden_layers * config.hidden_size * config.head_dim
-            return f"initial states{beside}: {states + trains:,} parameters, beside {total - trains:,} that stay"
+            return f"initial states{beside}: {trained:,} numbers, beside {total:,} parameters of the model"
         case _ if how.freeze:
-            return f"{trains:,} of {total:,} parameters; frozen: {', '.join(how.freeze)}"
+            return f"{trained:,} of {total:,} parameters; frozen: {', '.join(how.freeze)}"
         case _:
             return f"all {total:,} parameters"
 
