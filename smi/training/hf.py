@@ -45,6 +45,9 @@ class HFModule(SMIModule):
         super().__init__(model, optimization)
         self.packed = packed
 
+    def configure_model(self) -> None:
+        """Nothing: weights that are shared out are RWKV-7's alone, and `hardware.strategy=fsdp` is refused."""
+
     def _loss(self, batch: PackedBatch) -> LossSums:
         assert not batch.pieces, "a document in pieces needs a state that goes on"
         head = self.model.get_output_embeddings().weight
