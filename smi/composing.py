@@ -117,6 +117,11 @@ class _Findings:
 
     def check(self, value: Any, wanted: Any, where: str) -> None:
         options = options_of(wanted)
+        place = self.origins.of(where)
+        if place is not None and (place.key, place.text) == (where, "???"):
+            # omegaconf keeps the value from before
+            self.add(where, f"{where} is missing: give it a value")
+            return
         if value == "???" or wanted is Any or (value is None and type(None) in options):
             return
         options = tuple(option for option in options if option is not type(None))

@@ -12,7 +12,7 @@ from typing import Any
 from hydra._internal import config_loader_impl
 from hydra._internal import hydra as main
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.defaults_list import DefaultsList, DefaultsTreeNode, create_defaults_list
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.errors import ConfigCompositionException
 from yaml import YAMLError
@@ -51,7 +51,7 @@ def _create(repo: Any, **how: Any) -> DefaultsList:
 def _ordered(found: DefaultsList) -> list[ResultDefault]:
     entries = found.defaults
     parents = {entry.config_path: entry.parent for entry in entries}
-    choosers = dict(_chosen(found))
+    choosers = _chosen(found)
 
     def root(path: str | None) -> str | None:
         """The chosen file that this one is, or is a part of."""
@@ -59,7 +59,7 @@ def _ordered(found: DefaultsList) -> list[ResultDefault]:
             path = parents.get(path)
         return path
 
-    blocks: dict[str, list[ResultDefault]] = {path: [] for path in choosers}
+    blocks: dict[str | None, list[ResultDefault]] = {path: [] for path in choosers}
     rest: list[ResultDefault] = []
     for entry in entries:
         chosen = root(entry.config_path)
@@ -78,24 +78,17 @@ def _ordered(found: DefaultsList) -> list[ResultDefault]:
     return ordered
 
 
-def _chosen(found: DefaultsList) -> Iterator[tuple[str, str | None]]:
+def _chosen(found: DefaultsList) -> dict[str | None, str | None]:
     """The files of groups that were chosen instead of others, in the order of the base, and the files that chose
     them; None for the command line."""
-    for node in _nodes(found.defaults_tree):
-        if not isinstance(node, GroupDefault) or not node.config_name_overridden or not isinstance(node.value, str):
-            continue
-        if not node.get_group_path().startswith("hydra"):
-            choice = found.overrides.override_metadata[node.get_override_key()]
-            yield node.get_config_path(), choice.containing_config_path
-
-
-def _nodes(tree: DefaultsTreeNode) -> Iterator[Any]:
-    yield tree.node
-    for child in tree.children or []:
-        if isinstance(child, DefaultsTreeNode):
-            yield from _nodes(child)
-        else:
-            yield child
+    choosers: dict[str | None, str | None] = {}
+    for key, choice in found.overrides.override_choices.items():
+        group = key.partition("@")[0]
+        for option in choice if isinstance(choice, list) else [choice]:
+            if not group.startswith("hydra"):
+                choosers[f"{group}/{option}"] = found.overrides.override_metadata[key].containing_config_path
+    paths = dict.fromkeys(entry.config_path for entry in found.defaults)
+    return {path: choosers[path] for path in paths if path in choosers}
 
 
 def _check(found: DefaultsList, repo: Any) -> None:

@@ -84,9 +84,9 @@ def prepare_mixture(config: Config) -> Manifest:
                 say=console.print,
             )
     console.print(summary(manifest))
-    if not (report := directory / REPORT).exists():
-        write_report(manifest, directory, config.data.pack_length)
-    console.print(f"mixture  {directory}\nreport   {report}")
+    # made anew each time: pack_length, which it foresees the packing for, is free to change
+    write_report(manifest, directory, config.data.pack_length)
+    console.print(f"mixture  {directory}\nreport   {directory / REPORT}")
     return manifest
 
 

@@ -187,6 +187,7 @@ class TestOrigins:
     def test_what_is_missing(self, private, tmp_path):
         text = self.refused(private, {"recipe/mine": "optim:\n  lr: ???\n"}, "+recipe=mine")
         assert f"optim.lr is missing: give it a value ({tmp_path}/recipe/mine.yaml, line 3)" in text
+        assert "data.train_files is missing: give it a value (" in self.refused(private, {}, "+recipe=agent_sft")
 
     @pytest.mark.parametrize("text", ["1_000", "+7", "0", "12"])
     def test_plain_numbers_pass(self, private, text):

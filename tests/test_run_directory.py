@@ -46,7 +46,7 @@ def test_a_run_is_run_again_from_its_directory_alone(tmp_path, name):
         "optim.lr=3e-7",
         "data.mirror=m",
         "data.source.aya.quota=7",
-        "~data/source@data.source.openr1_math",
+        "~data.source.openr1_math",
         f"paths.run_dir={folder}",
     )
     write_config(first)

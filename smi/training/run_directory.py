@@ -7,6 +7,7 @@ run was started, with the command, its overrides, and the code and packages that
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -127,9 +128,9 @@ def write_config(config: Config, overrides: Sequence[str] = ()) -> str:
 
 
 def finish(config: Config, figures: dict[str, float], steps: int) -> None:
-    """Writes what came of the run; its directory is a finished one from now on."""
-    content = json.dumps({"steps": steps} | figures, indent=2) + "\n"
-    write_whole(Path(config.paths.run_dir, FIGURES_FILE), content)
+    """Writes what came of the run, null for what is not finite; its directory is a finished one from now on."""
+    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+    write_whole(Path(config.paths.run_dir, FIGURES_FILE), json.dumps({"steps": steps} | finite, indent=2) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:
