@@ -17,7 +17,10 @@ def composed():
 
 
 # what a recipe leaves to whoever runs it
-GIVEN = {"agent_sft": ["data.train_files=[tools.jsonl]"]}
+GIVEN = {
+    "agent_sft": ["data.train_files=[tools.jsonl]"],
+    "state_tuning": ["model.pretrained=runs/mine/export"],
+}
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -43,9 +46,13 @@ OPTIONS = sorted(
 )
 
 
+# the recipe's data and these models each bring a tokenizer
+CHOSEN = {("model", "hf"): ["tokenizer=compact"], ("tokenizer", "checkpoint"): ["model.pretrained=runs/mine/export"]}
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes(composed, group, option):
-    judge(composed("+recipe=quickstart", f"{group}={option}"))
+    judge(composed("+recipe=quickstart", f"{group}={option}", *CHOSEN.get((group, option), [])))
 
 
 SOURCES = sorted(file.stem for file in (config_dir() / "data" / "source").glob("*.yaml") if file.stem != "base")

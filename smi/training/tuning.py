@@ -1,12 +1,12 @@
 """What trains: all of a model, all but some of it, low-rank additions to its matrices, or its initial state alone."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smi.config import TuningConfig
 from smi.model.configuration import RWKV7Config
@@ -23,6 +23,11 @@ _READ_BY = {
     "dropout": ("lora",),
     "targets": ("lora",),
 }
+
+
+# peft's names: of our adapters, and of the weight that one belongs to
+_ADAPTER = "default"
+_BASE = "base_layer.weight"
 
 
 class InitialState(nn.Module):
@@ -105,7 +110,7 @@ def _add_adapters(model: nn.Module, how: TuningConfig) -> None:
     LoraModel(
         model,
         LoraConfig(r=how.rank, lora_alpha=how.alpha, lora_dropout=how.dropout, target_modules=list(how.targets)),
-        "default",
+        _ADAPTER,
     )
 
 
@@ -116,6 +121,20 @@ def merge_adapters(model: nn.Module) -> None:
         adapted: Any = layer
         adapted.merge(safe_merge=True)
         model.set_submodule(name, adapted.get_base_layer())
+
+
+def plain_weights(stored: Mapping[str, Tensor], how: TuningConfig) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The weights of a plain model from a checkpoint's ``state_dict``, by the model's names, and the initial state
+    [L, H, V, K] that was tuned, if one was.
+
+    Does for a file what `merge_adapters` does for a model that is there.
+    """
+    weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
+    for name in [name for name in weights if name.endswith(f".{_BASE}")]:
+        layer = name.removesuffix(_BASE)
+        down, up = (weights.pop(f"{layer}lora_{side}.{_ADAPTER}.weight") for side in "AB")
+        weights[f"{layer}weight"] = weights.pop(name) + how.alpha / how.rank * up @ down
+    return weights, stored.get("initial_state.time_state")
 
 
 def count_trained(model: nn.Module, how: TuningConfig) -> int:

@@ -16,7 +16,7 @@ from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
 from smi.runtime.loading import load_runtime
 from smi.training.models import build_model
-from smi.training.tuning import InitialState, describe, merge_adapters, tune
+from smi.training.tuning import InitialState, describe, merge_adapters, plain_weights, tune
 
 MATRICES = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value")
 
@@ -105,11 +105,18 @@ def test_adapters_alone_train_and_merge_into_the_matrices():
             products[name] = 8 / 4 * module.lora_B["default"].weight @ module.lora_A["default"].weight
     adapted = model(ids).logits
     assert not torch.allclose(adapted, plain)
+    stored = {f"model.{name}": value.clone() for name, value in model.state_dict().items()}
     merge_adapters(model)
     assert set(model.state_dict()) == set(before)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] + products.get(name.removesuffix(".weight"), 0))
     torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-4, atol=1e-4)
+    # and the same from a file
+    weights, time_state = plain_weights(stored | {"initial_state.time_state": torch.ones(1)}, how)
+    assert time_state is not None
+    assert set(weights) == set(before)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value)
 
 
 @pytest.fixture(scope="module")
