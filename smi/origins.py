@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+
+from smi.precedence import create_defaults
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ def trace(config_name: str | None = None, overrides: Sequence[str] | None = None
         job = HydraConfig.get()
         config_name, overrides = job.job.config_name, [*job.overrides.hydra, *job.overrides.task]
     loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, config_loader_impl.ConfigLoaderImpl)
+    assert isinstance(loader, ConfigLoaderImpl)
     parsed, repo = loader._parse_overrides_and_create_caching_repo(config_name, list(overrides))
-    found = config_loader_impl.create_defaults_list(
+    found = create_defaults(
         repo=repo, config_name=config_name, overrides_list=parsed, prepend_hydra=True, skip_missing=False
     )
     places = [

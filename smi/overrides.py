@@ -29,6 +29,11 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
         flag = word.startswith("-") or before in _WITH_VALUE
         checked.append(word if flag else check_override(word, sweep=sweep))
         before = word
+    if any(word.lower().lstrip("+") == "dry_run=true" for word in checked):
+        if sweep:
+            raise ConfigError("dry_run=true looks at one run: leave out -m")
+        # hydra makes a directory, and a dry run writes nothing
+        checked.append("hydra.run.dir=.")
     chosen = [word for word in checked if word.startswith("+recipe=")]
     if len(chosen) > 1:
         raise ConfigError(f"{' '.join(chosen)}: a run has one recipe; one that lists the other as its parent has both")

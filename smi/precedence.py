@@ -25,16 +25,20 @@ class Loader(ConfigLoaderImpl):
     """Hydra's loader, in the order described above. A job of a sweep that runs in another process brings it along."""
 
     def _parse_overrides_and_create_caching_repo(self, config_name: str | None, overrides: list[str]) -> Any:
-        config_loader_impl.create_defaults_list = _create  # type: ignore[assignment]
+        config_loader_impl.create_defaults_list = create_defaults  # type: ignore[assignment]
         return super()._parse_overrides_and_create_caching_repo(config_name, overrides)
 
 
 def install() -> None:
     """From now on Hydra composes this project's configs in the order described above."""
-    main.ConfigLoaderImpl = Loader
+    main.ConfigLoaderImpl = Loader  # type: ignore[attr-defined]
 
 
-def _create(repo: Any, **how: Any) -> DefaultsList:
+def create_defaults(repo: Any, **how: Any) -> DefaultsList:
+    """Hydra's function of nearly this name, which says what a config is merged from: for ours, in the right order.
+
+    Raises ConfigCompositionException for what is not there, and what cannot take effect.
+    """
     try:
         found = create_defaults_list(repo, **how)
     except YAMLError as error:

@@ -1,4 +1,4 @@
-"""What ran: the code, the packages, the machine."""
+"""What ran, and what came of it: the code, the packages, the machine, and the file with the figures."""
 
 import importlib.metadata
 import platform
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import smi
+
+# in the directory of a finished run: its figures by name, null for what is not finite
+FIGURES_FILE = "figures.json"
 
 
 def describe_start(overrides: Sequence[str]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from smi.composing import config_dir
+from smi.provenance import FIGURES_FILE
 
-FIGURES_FILE = "figures.json"
 # exit statuses of a run: its loss was no longer finite; of a sweep: a job did not end well
 DIVERGED, SOME_FAILED = 3, 1
 # seconds that a job is given to save and to leave when the sweep is stopped
@@ -194,7 +194,7 @@ def _objective(run_dir: Path, name: str) -> tuple[str, float | None, str | None]
     if name not in figures:
         return "failed", None, f"sweep.objective={name} is no figure of this run; there are: {', '.join(figures)}"
     value = figures[name]
-    return ("ok", value, None) if math.isfinite(value) else ("diverged", None, f"{name} is {value}")
+    return ("diverged", None, f"{name} is not finite") if value is None else ("ok", value, None)
 
 
 def _write(file: Path, text: str) -> None:

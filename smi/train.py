@@ -74,7 +74,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        fit(trainer, module, checkpoint, **feed(config, data))
+        fit(trainer, module, feed(config, data), checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
     model = module.model = whole_model(trainer, model)
@@ -116,8 +116,6 @@ def main() -> None:
     try:
         sys.argv[1:] = check_arguments(sys.argv[1:])
         check_installed(sys.argv[1:])
-        if "dry_run=true" in sys.argv:
-            sys.argv.append("hydra.run.dir=.")  # hydra makes a directory, and a dry run writes nothing
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

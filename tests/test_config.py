@@ -6,6 +6,7 @@ from hydra import compose, initialize_config_dir
 
 from smi.composing import ConfigError, config_dir, judge, recipes, register
 from smi.origins import trace
+from smi.sweeps import check_installed
 from smi.train import main
 
 
@@ -52,6 +53,11 @@ CHOSEN = {("model", "hf"): ["tokenizer=compact"], ("tokenizer", "checkpoint"): [
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes(composed, group, option):
+    if group == "sweep":
+        try:
+            check_installed([f"sweep={option}"])
+        except ValueError as error:
+            pytest.skip(str(error))
     judge(composed("+recipe=quickstart", f"{group}={option}", *CHOSEN.get((group, option), [])))
 
 

@@ -147,3 +147,9 @@ def test_a_sweep_over_text():
     with pytest.raises(ConfigError) as error:
         check_arguments(["-m", "name=1e5,b"])
     assert 'write \'name="1e5","b"\'' in str(error.value)
+
+
+def test_a_dry_run_is_of_one_run():
+    assert check_arguments(["seed=1", "dry_run=True"])[-1] == "hydra.run.dir=."
+    with pytest.raises(ConfigError, match="leave out -m"):
+        check_arguments(["-m", "seed=1,2", "dry_run=true"])

@@ -8,7 +8,8 @@ from rich.markup import escape
 
 from smi.config import Config
 from smi.data.recipe import build_data, build_tokenizer
-from smi.training.memory_estimate import MemoryEstimate, check_fits, estimate_memory
+from smi.model.configuration import RWKV7Config
+from smi.training.memory_estimate import MemoryEstimate, estimate_memory
 from smi.training.models import check_device, outline_model
 from smi.training.run_directory import find_checkpoint
 from smi.training.setup import summary
@@ -45,9 +46,10 @@ def check_run(config: Config, console: Console) -> None:
             console.print(f"{config.wait_for} is waited for: what it will say cannot be checked yet", soft_wrap=True)
     if tokenizer is not None and model is not None:
         table = summary(config, model, tokenizer)
-        if config.model.kind == "rwkv7":
+        if isinstance(model.config, RWKV7Config):
             needs = estimate_memory(config, model.config, count_trained(model, config.tuning))
-            attempt(check_fits, config, needs)
+            if needs.card is not None and needs.total > needs.card:
+                reasons.append(f"training needs about {_gb(needs.total)}, and the card has {_gb(needs.card)}")
             table.add_row("[bold]memory[/bold]", _memory(needs))
         if backend is not None:
             table.add_row("[bold]WKV backend[/bold]", escape(backend))

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from smi.config import Config
 from smi.hardware import process_rank
-from smi.provenance import describe_start
+from smi.provenance import FIGURES_FILE, describe_start
 from smi.training.checkpoint import check_checkpoint, list_checkpoints
 
 log = logging.getLogger("smi")
@@ -26,13 +26,14 @@ log = logging.getLogger("smi")
 CONFIG_FILE = "config.yaml"
 RERUN_FILE = "recipe/rerun.yaml"
 STARTS_FILE = "starts.yaml"
-FIGURES_FILE = "figures.json"
 
 # what a run of the same makes anew
 _NOT_AGAIN = ("paths", "resume", "dry_run", "wait_for")
 
 # what a resumed run may change; everything else decides what is learned, and in which order
-_FREE_TO_CHANGE = ("name", "resume", "dry_run", "wait_for", "paths", "logger", "kernel", "hardware", "trainer", "sweep")
+_FREE_TO_CHANGE = (
+    "name", "resume", "dry_run", "wait_for", "paths", "logger", "kernel", "hardware", "trainer", "sweep"
+)  # fmt: skip
 _FREE_IN_DATA = ("on_change",)
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
 _ORDER = ("seed", "data.window", "data.pack_length", "batch_size")

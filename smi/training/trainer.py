@@ -60,7 +60,7 @@ def build_trainer(config: Config, console: Console) -> L.Trainer:
     )
 
 
-def fit(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path | None, **data: Any) -> None:
+def fit(trainer: L.Trainer, module: L.LightningModule, data: dict[str, Any], checkpoint: Path | None) -> None:
     """Trains on `data`, as `Trainer.fit` takes it. What ends one process of the run ends all of them.
 
     Raises:
