@@ -167,7 +167,8 @@ class HardwareConfig:
     largest number that divides its share of `trainer.batch_size` evenly is taken, see `smi.hardware.split_batch`.
     `activation_checkpointing`: blocks keep their inputs alone and are computed again for backward. `workers`: threads
     that read a prepared mixture ahead. `memory_gib`: a device's memory in GiB, to hold the estimate against.
-    `threads`: torch's on the CPU; null leaves them alone.
+    `threads`: torch's on the CPU; null leaves them alone. `peak_tflops`: what a device could do
+    at best in this precision, for the utilisation that is logged; null takes a known device's.
     """
 
     accelerator: str = MISSING
@@ -181,6 +182,7 @@ class HardwareConfig:
     workers: int = 2
     memory_gib: float | None = None
     threads: int | None = None
+    peak_tflops: float | None = None
 
 
 @dataclass
@@ -222,11 +224,58 @@ class TrainerConfig:
 
 
 @dataclass
-class LoggerConfig:
-    """`kind`: tensorboard, csv, wandb or none. `project` is W&B's."""
+class WandbConfig:
+    """A run of W&B's `project`; `group` gathers runs, such as the jobs of a sweep. `offline` sends nothing."""
 
-    kind: str = MISSING
     project: str = "smi"
+    group: str | None = None
+    offline: bool = False
+
+
+@dataclass
+class LoggerConfig:
+    """Where figures go, beside the run directory's own `history.jsonl`. Several at once: `logger=[csv,wandb]`."""
+
+    tensorboard: bool = False
+    csv: bool = False
+    wandb: WandbConfig | None = None
+
+
+@dataclass
+class SamplesConfig:
+    """Every so many steps, and after the last, the model continues `count` held-out prompts, greedily."""
+
+    every: int = 200
+    count: int = 4
+    max_tokens: int = 192
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """Training ends when `monitor` was not better by more than `min_delta` in `patience` validations in a row."""
+
+    monitor: str = "val/loss"
+    mode: str = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+
+
+@dataclass
+class LRFinderConfig:
+    """Lightning's range test before training: `steps` at rates from `min_lr` to `max_lr`; the run takes the best."""
+
+    min_lr: float = 1e-6
+    max_lr: float = 1e-1
+    steps: int = 100
+
+
+@dataclass
+class CallbacksConfig:
+    """What a run does beside training; null leaves it out."""
+
+    samples: SamplesConfig | None = None
+    early_stopping: EarlyStoppingConfig | None = None
+    lr_finder: LRFinderConfig | None = None
 
 
 @dataclass
@@ -273,6 +322,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
@@ -291,8 +341,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_change": ("refuse", "continue"),
     "prepare.on_shortfall": ("error", "accept"),
     "prepare.dedupe": ("exact", "normalised", "near"),
-    "logger.kind": ("tensorboard", "csv", "wandb", "none"),
     "sweep.direction": ("minimize", "maximize"),
+    "callbacks.early_stopping.mode": ("min", "max"),
     "trainer.export": ("hf", "native", "fla"),
     "trainer.profiler": ("simple", "advanced", "pytorch"),
     "hardware.accelerator": ("cpu", "gpu"),
@@ -330,6 +380,7 @@ LEAST: dict[str, float] = {
     "hardware.workers": 0,
     "hardware.memory_gib": 1,
     "hardware.threads": 1,
+    "hardware.peak_tflops": 0.001,
     "optim.lr": 0,
     "optim.final_lr_ratio": 0,
     "optim.warmup_steps": 0,
@@ -345,4 +396,12 @@ LEAST: dict[str, float] = {
     "trainer.checkpoint_every": 1,
     "trainer.keep_checkpoints": 1,
     "trainer.overfit_batches": 0,
+    "callbacks.samples.every": 1,
+    "callbacks.samples.count": 1,
+    "callbacks.samples.max_tokens": 8,
+    "callbacks.early_stopping.patience": 1,
+    "callbacks.early_stopping.min_delta": 0,
+    "callbacks.lr_finder.min_lr": 0,
+    "callbacks.lr_finder.max_lr": 0,
+    "callbacks.lr_finder.steps": 20,
 }

@@ -44,6 +44,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     from smi.training.dry_run import check_run
     from smi.training.export import export_trained, write_card
     from smi.training.models import build_model, build_module
+    from smi.training.report import finished, write_report
     from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
     from smi.training.sharding import whole_model
@@ -91,9 +92,16 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
         config_yaml=config_yaml,
         figures={"steps": trainer.global_step} | figures,
     )
-    console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
+    report = run_dir / "report.html"
+    console.print(
+        f"\nrun directory   {run_dir}\nreport          {report}\nexported model  {export}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if config.data.held_out_tasks:
-        figures |= evaluate_tasks(config, module, tokenizer, console)
+        held_out = evaluate_tasks(config, module, tokenizer, console)
+        figures |= held_out
+        write_report(run_dir, finished(trainer), results=held_out)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
     finish(config, figures, trainer.global_step)
     return figures

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smi.data.packing import cut_points
@@ -17,6 +20,32 @@ from smi.protocol.codec import Example
 from smi.protocol.tokens import BlockType
 
 IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the documents of a batch are from.
+
+    sources: names of all sources of the stream, the same in each of its batches.
+    targets: int64 [sources], supervised tokens of each in this batch.
+    where: the place of document s for people, such as "ultrachat: train-0.parquet row 5".
+    """
+
+    sources: tuple[str, ...]
+    targets: NDArray[np.int64]
+    where: Callable[[int], str]
+
+    @classmethod
+    def join(cls, origins: Sequence[Origin], documents: Sequence[int]) -> Origin:
+        """Of batches that become one, of so many documents each."""
+        ends = list(itertools.accumulate(documents))
+        targets = np.sum([origin.targets for origin in origins], axis=0)
+        return cls(origins[0].sources, targets, partial(_place, list(origins), ends))
+
+
+def _place(origins: list[Origin], ends: list[int], document: int) -> str:
+    number = bisect_right(ends, document)
+    return origins[number].where(document - (ends[number - 1] if number else 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +63,7 @@ class PackedBatch:
         pieces: of a row that is too long to be read in one go: where each piece of it ends, the last one at T. A
             piece is some whole documents, or a part of one, which goes on from the state that the part before it
             left. Empty where the row is read in one go.
+        origin: where the documents are from, as far as that is known.
 
     Raises:
         ValueError: shapes or dtypes that differ from the above, boundaries or ends of pieces that do not rise
@@ -47,6 +77,7 @@ class PackedBatch:
     block_types: Tensor
     capacity: int
     pieces: tuple[int, ...] = ()
+    origin: Origin | None = None
     supervised_tokens: int = field(init=False)
     """Labels that are not -100; a plain number, known without asking the device."""
 
@@ -139,6 +170,7 @@ class PackedBatch:
         rows = list(zip(batches, starts, strict=True))
         bounds = [batch.cu_seqlens[1:] + start for batch, start in rows]
         ends = [start + end for batch, start in rows for end in batch.pieces or (batch.tokens,)]
+        origins = [batch.origin for batch in batches if batch.origin is not None]
         return cls(
             input_ids=torch.cat([batch.input_ids for batch in batches], 1),
             labels=torch.cat([batch.labels for batch in batches], 1),
@@ -147,11 +179,14 @@ class PackedBatch:
             capacity=sum(batch.capacity for batch in batches),
             # those beside a long document are read one by one
             pieces=tuple(ends) if any(batch.pieces for batch in batches) else (),
+            origin=None
+            if len(origins) < len(batches)
+            else Origin.join(origins, [batch.documents for batch in batches]),
         )
 
     def unsupervised(self) -> PackedBatch:
         """The same tokens with nothing to learn or to measure: adds nothing to any sum."""
-        return replace(self, labels=torch.full_like(self.labels, IGNORE))
+        return replace(self, labels=torch.full_like(self.labels, IGNORE), origin=None)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on a device; copies from pinned memory do not block."""
@@ -244,6 +279,7 @@ def pack(
     indices: Iterable[int] | None = None,
     capacity: int | None = None,
     piece: int | None = None,
+    origin: Origin | None = None,
 ) -> PackedBatch:
     """Lay documents one after another.
 
@@ -252,6 +288,7 @@ def pack(
         indices: which of them, in this order; all where absent.
         capacity: tokens the row may hold; exactly as many as there are where absent.
         piece: tokens of a piece of a document that alone is longer than the capacity; absent where none may be.
+        origin: where they are from.
 
     Raises:
         ValueError: no documents, or more tokens than the capacity.
@@ -284,6 +321,7 @@ def pack(
         block_types=torch.from_numpy(targets)[None],
         capacity=capacity,
         pieces=pieces,
+        origin=origin,
     )
 
 
@@ -296,6 +334,7 @@ def cut(
     supervised: np.ndarray,
     bounds: np.ndarray,
     capacity: int,
+    origins: Sequence[Origin | None],
     piece: int | None = None,
 ) -> list[PackedBatch]:
     """Packs that are laid out one behind another, as batches that are views of the same memory.
@@ -308,6 +347,7 @@ def cut(
         lengths, supervised: int64 [documents], tokens of each document, and labels that are not -100.
         bounds: int64 [packs + 1], ascending from 0: the documents of each pack.
         capacity: tokens of a pack.
+        origins: of each pack.
         piece: as for `pack`.
 
     Raises:
@@ -332,7 +372,7 @@ def cut(
     boundaries = cu_seqlens.split((np.diff(bounds) + 1).tolist())
     counts = np.add.reduceat(supervised, bounds[:-1]).tolist()
     batches = []
-    for input_ids, targets, kinds, boundary, count in zip(*rows, boundaries, counts, strict=True):
+    for input_ids, targets, kinds, boundary, count, origin in zip(*rows, boundaries, counts, origins, strict=True):
         batch = object.__new__(PackedBatch)
         batch.__dict__.update(
             input_ids=input_ids,
@@ -341,6 +381,7 @@ def cut(
             block_types=kinds,
             capacity=capacity,
             supervised_tokens=count,
+            origin=origin,
         )
         if piece is not None and batch.tokens > capacity:
             pieces = piece_ends(kinds[0].numpy(), piece)

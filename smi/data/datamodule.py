@@ -17,6 +17,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,9 @@ import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from smi.data.batch import PackedBatch, pack
+from smi.data.batch import Origin, PackedBatch, pack
 from smi.data.describe import Description, Facts
-from smi.data.loader import FixedBatches, Prefetch, TrainLoader
+from smi.data.loader import Clock, FixedBatches, Prefetch, TrainLoader
 from smi.data.mixing import OnEpoch, PreparedTraining
 from smi.data.order import Corpus, Place, Shuffle
 from smi.data.packing import pack_windows
@@ -43,7 +44,7 @@ from smi.data.pipeline import (
 )
 from smi.data.prepared import PreparedSource
 from smi.data.shards import identities
-from smi.data.sources import SourceSpec, find_files
+from smi.data.sources import Location, SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.payloads import dumps
 from smi.protocol.render import Preview
@@ -162,6 +163,8 @@ class SMIDataModule(LightningDataModule):
         self._contents: dict[str, list[Any]] = {}
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
         self._mixture: PreparedTraining | None = None
+        self.clock = Clock()
+        """What loading the training stream took."""
         # iterators in use, by the loaders; they hold the threads
         self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
 
@@ -413,7 +416,17 @@ class SMIDataModule(LightningDataModule):
         return [self.batch(members) for members in chosen], marks
 
     def batch(self, members: list[Document]) -> PackedBatch:
-        return pack([document.example for document in members], capacity=self.pack_length, piece=self._piece)
+        examples = [document.example for document in members]
+        return pack(examples, capacity=self.pack_length, piece=self._piece, origin=self._origin(members))
+
+    def _origin(self, members: list[Document]) -> Origin:
+        # held-out documents may be from sources of their own
+        sources = [*self.train_sources, *(self.val_sources or ())]
+        names = tuple(dict.fromkeys(source.name for source in sources))
+        targets = np.zeros(len(names), np.int64)
+        for document in members:
+            targets[names.index(document.where.source)] += document.targets
+        return Origin(names, targets, partial(_place, [document.where for document in members]))
 
     def settings(self, world_size: int) -> dict[str, Any]:
         """What the order of batches depends on, as plain values."""
@@ -458,6 +471,10 @@ class SMIDataModule(LightningDataModule):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
         return trainer if trainer.state.status == TrainerStatus.RUNNING else None
+
+
+def _place(places: list[Location], document: int) -> str:
+    return str(places[document])
 
 
 def _as_list(sources: AnySource | Sequence[AnySource]) -> list[AnySource]:

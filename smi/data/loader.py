@@ -17,9 +17,10 @@ import itertools
 import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from smi.data.order import Place, Shuffle
@@ -90,7 +91,7 @@ class TrainLoader:
             batches = itertools.islice(batches, max(0, len(self) - first))
         if pin:
             batches = (batch.pin_memory() for batch in batches)
-        prefetch = Prefetch(batches, PREFETCH, self._count)
+        prefetch = Prefetch(batches, PREFETCH, self._count, data.clock)
         data.live.add(prefetch)
         return prefetch
 
@@ -191,6 +192,18 @@ def _consumed(trainer: Trainer, accumulate: int, then: int) -> int:
     return consumed
 
 
+@dataclass
+class Clock:
+    """What a stream took so far.
+
+    items: made by the thread. working: seconds that it was at them. waited: seconds that its reader waited for it.
+    """
+
+    items: int = 0
+    working: float = 0.0
+    waited: float = 0.0
+
+
 class Prefetch(Generic[T]):
     """Runs an iterator in a thread, a few items ahead. What it raises is raised here, in its turn.
 
@@ -198,11 +211,13 @@ class Prefetch(Generic[T]):
     waited for at once.
     """
 
-    def __init__(self, items: Iterator[T], depth: int, on_item: Callable[[], None]) -> None:
+    def __init__(self, items: Iterator[T], depth: int, on_item: Callable[[], None], clock: Clock | None = None) -> None:
         ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         stop = threading.Event()
         # the thread knows the queue and the event, not this object, which could not be collected otherwise
-        thread = threading.Thread(target=_run, args=(items, ready, stop), name="smi-prefetch", daemon=True)
+        self._clock = clock or Clock()
+        arguments = (items, ready, stop, self._clock)
+        thread = threading.Thread(target=_run, args=arguments, name="smi-prefetch", daemon=True)
         self._ready = ready
         self._on_item = on_item
         self._finish = weakref.finalize(self, _stop, thread, ready, stop)
@@ -217,7 +232,9 @@ class Prefetch(Generic[T]):
     def __next__(self) -> T:
         if not self._finish.alive:
             raise StopIteration
+        since = time.perf_counter()
         kind, value = self._ready.get() if self._head is None else self._head
+        self._clock.waited += time.perf_counter() - since
         self._head = None
         if kind == "item":
             self._on_item()
@@ -236,12 +253,16 @@ class Prefetch(Generic[T]):
         self._finish()
 
 
-def _run(items: Iterator[Any], ready: queue.Queue[tuple[str, Any]], stop: threading.Event) -> None:
+def _run(items: Iterator[Any], ready: queue.Queue[tuple[str, Any]], stop: threading.Event, clock: Clock) -> None:
     try:
+        since = time.perf_counter()
         for item in items:
+            clock.items += 1
+            clock.working += time.perf_counter() - since
             if stop.is_set():
                 return
             ready.put(("item", item))
+            since = time.perf_counter()
         ready.put(("end", None))
     except BaseException as error:
         ready.put(("error", error))

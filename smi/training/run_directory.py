@@ -32,8 +32,18 @@ _NOT_AGAIN = ("paths", "resume", "dry_run", "wait_for")
 
 # what a resumed run may change; everything else decides what is learned, and in which order
 _FREE_TO_CHANGE = (
-    "name", "resume", "dry_run", "wait_for", "paths", "logger", "kernel", "hardware", "trainer", "sweep"
-)  # fmt: skip
+    "name",
+    "resume",
+    "dry_run",
+    "wait_for",
+    "paths",
+    "logger",
+    "callbacks",
+    "kernel",
+    "hardware",
+    "trainer",
+    "sweep",
+)
 _FREE_IN_DATA = ("on_change",)
 # what a run may go on with where data.on_change=continue; the loader judges what the data allows
 _ORDER = ("seed", "data.window", "data.pack_length", "batch_size")

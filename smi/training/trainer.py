@@ -14,10 +14,10 @@ from rich.console import Console
 
 from smi.config import Config, HardwareConfig
 from smi.hardware import split_batch
-from smi.training.callbacks import ProgressReport
+from smi.training.callbacks import build_callbacks
 from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from smi.training.debugging import build_profiler
-from smi.training.loggers import build_logger
+from smi.training.loggers import build_loggers
 from smi.training.sharding import sharded_strategy
 
 _ENVIRONMENTS: dict[str, type[ClusterEnvironment]] = {
@@ -46,14 +46,15 @@ def build_trainer(config: Config, console: Console) -> L.Trainer:
         val_check_interval=config.trainer.val_every * accumulate,
         check_val_every_n_epoch=None,
         log_every_n_steps=config.trainer.log_every,
-        logger=build_logger(config),
+        logger=build_loggers(config),
         profiler=build_profiler(config),
         detect_anomaly=config.trainer.detect_anomaly,
         callbacks=[
-            ProgressReport(console, config.trainer.log_every, run_dir),
+            *build_callbacks(config, console),
             Checkpoints(run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints),
         ],
         plugins=[AtomicCheckpointIO(), *_environment(hardware)],
+        default_root_dir=run_dir,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
