@@ -38,14 +38,15 @@ _SHAPE = (
 )
 
 
-def check_device(config: Config) -> str:
-    """The name of the WKV backend that will run. Raises ValueError where device or backend are not to be had here."""
+def check_device(config: Config) -> str | None:
+    """The name of the WKV backend that will run, if the model has WKV. Raises ValueError where device or backend are
+    not to be had here."""
     if config.hardware.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("this hardware needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here")
+    if config.model.kind == "hf":
+        return None
     device = torch.device("cuda" if config.hardware.accelerator == "gpu" else "cpu")
     dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
-    if config.model.kind == "hf":
-        return "of transformers"
     return smi_kernels.resolve(config.kernel.backend, device, dtype, config.model.head_dim).name
 
 

@@ -47,6 +47,7 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
         "mixture": data.mixture or ", ".join(data.source),
     }[data.kind]
     start = config.model.pretrained or "from scratch"
+    kernel = f", kernel {config.kernel.backend}" if config.model.kind == "rwkv7" else ""
     part = "conversation" if data.over_long == "reject" else "piece of a conversation"
     rows = {
         "model": f"{config.model.name}, {model.num_parameters() / 1e6:,.1f}M parameters, "
@@ -56,7 +57,7 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
         "data": f"{source}; at most {data.max_length:,} tokens a {part}",
         "training": f"{run.max_steps:,} steps of {run.batch_size * data.pack_length:,} tokens, "
         f"peak learning rate {config.optim.lr:g}",
-        "hardware": f"{_hardware(config)}, {config.hardware.precision}, kernel {config.kernel.backend}",
+        "hardware": f"{_hardware(config)}, {config.hardware.precision}{kernel}",
         "run directory": str(config.paths.run_dir),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
