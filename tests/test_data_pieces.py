@@ -1,6 +1,7 @@
 """`over_long="split"`: documents that are longer than a row, in streams of every kind."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -160,3 +161,14 @@ def test_the_description_knows_them(tmp_path: Path) -> None:
     description = module(long_source(tmp_path), workers=0).describe()
     assert 0.5 < description.fill <= 1
     assert np.sum(description.facts.tokens) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("how", ["reject", "split"])
+def test_preparation_takes_what_training_takes(how: str) -> None:
+    from smi.data.recipe import read_recipe
+    from smi.prepare import make_plan
+
+    plan = make_plan(read_recipe("rwkv7_pilot", ["tokenizer=compact", f"data.over_long={how}"]))
+    limit = 2048 if how == "reject" else None
+    assert plan.max_length == limit
+    assert plan.compiler().max_length == (limit or sys.maxsize)
