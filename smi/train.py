@@ -44,6 +44,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     from smi.training.dry_run import check_run
     from smi.training.export import export_trained, write_card
     from smi.training.models import build_model, build_module
+    from smi.training.origin import keep_origin
     from smi.training.report import finished, write_report
     from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
@@ -72,6 +73,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     data.setup()
     module = build_module(config, model, optimization(config))
     config_yaml = write_config(config, overrides) if first else ""
+    origin = keep_origin(config, tokenizer) if first else None
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
@@ -91,6 +93,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
         formats=config.trainer.export,
         config_yaml=config_yaml,
         figures={"steps": trainer.global_step} | figures,
+        origin=origin,
     )
     report = run_dir / "report.html"
     console.print(

@@ -23,6 +23,7 @@ from smi.protocol.tokens import grow_embeddings
 from smi.tokenizer import Tokenizer
 from smi.training.loss import LossSums
 from smi.training.module import Optimization, SMIModule
+from smi.training.origin import attribution, read_origin
 
 log = logging.getLogger("smi")
 
@@ -241,13 +242,21 @@ def export_hf(
     formats: Sequence[str],
     config_yaml: str,
     figures: Mapping[str, Any],
+    origin: Path | None = None,
 ) -> Path:
     """`smi.training.export.export_model` for a model of transformers: `directory`, whole or not at all.
 
     Raises:
+        ValueError: a directory that has something else in it.
         RuntimeError: the export does not read back; an earlier one is then left as it was.
     """
+    from smi.training.export import EXPORT_FILE, carry, check_target
+
     assert list(formats) == ["hf"]
+    source = None
+    if origin is not None:
+        source = read_origin(origin)
+        check_target(directory, source)
     draft = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     eot = tokenizer.structural.eot
@@ -259,6 +268,11 @@ def export_hf(
         raise RuntimeError(f"the export does not read back: {draft} has other values in {', '.join(wrong)}")
     tokenizer.save_pretrained(draft)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
+    section = ""
+    if origin is not None and source is not None:
+        (draft / EXPORT_FILE).write_text(json.dumps(source, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        carry(origin / "base", draft, code=False)
+        section = f"\n{attribution(source)}\n"
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items())
     (draft / "README.md").write_text(
         f"""---
@@ -274,7 +288,7 @@ structural tokens are in `smi_token_ids.json`.
 |---|---|
 | parameters | {model.num_parameters():,} |
 {rows}
-""",
+{section}""",
         encoding="utf-8",
     )
     earlier = directory.with_name(f".{directory.name}.earlier")

@@ -92,6 +92,7 @@ class SMIModule(L.LightningModule):
         """Whether a loss or a gradient that is not finite stops the run."""
         self.stepped = False
         """Whether the latest micro-batch finished an optimizer step."""
+        self._row = -1
 
     def configure_model(self) -> None:
         shard(self, self.model.rwkv7.blocks, forward="_loss")
@@ -205,7 +206,12 @@ class SMIModule(L.LightningModule):
         # after the callbacks', which add figures
         if self.stepped:
             self.log_dict(self.figures, logger=False)
-        if self.due:
+        self._write_row()
+
+    def _write_row(self) -> None:
+        """The row of the step that has just ended, once."""
+        if self.due and self._row != self.global_step:
+            self._row = self.global_step
             self.record(self.figures)
 
     def record(self, figures: dict[str, float]) -> None:
@@ -243,6 +249,8 @@ class SMIModule(L.LightningModule):
             self.record(figures)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # a run that is killed right after this save goes on behind the step: its row has to be there before
+        self._write_row()
         checkpoint["consumed"] = self.consumed.to_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

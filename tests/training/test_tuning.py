@@ -9,6 +9,7 @@ from tiny_runs import SHAPE, config, train_and_resume
 
 from smi.config import TuningConfig
 from smi.data.recipe import build_tokenizer
+from smi.export import export_run
 from smi.model import RWKV7Config, RWKV7ForCausalLM
 from smi.model.checkpoint import load_pretrained, save_native, save_pretrained
 from smi.model.time_state import load_time_state, save_time_state
@@ -145,6 +146,9 @@ def test_a_lora_run_resumes_and_exports_a_plain_model(start, tmp_path):
     assert all(torch.equal(new[name], resumed[name]) for name in new)
     ids = torch.arange(20)[None]
     torch.testing.assert_close(load_pretrained(export / "model.pth")(ids).logits, load_pretrained(export)(ids).logits)
+    # the same from its last checkpoint
+    late = load_file(export_run(tmp_path / "run", ["hf"]) / "model.safetensors")
+    torch.testing.assert_close(late, new)
 
 
 def _free_shape() -> list[str]:
@@ -187,6 +191,8 @@ def test_only_the_initial_states_learn_and_every_document_starts_from_them(start
     assert state.shape == (2, 2, 32, 32)
     assert all(layer.any() for layer in state)
     assert torch.equal(state, load_time_state(again / "time_state.pth", model.config))
+    late = export_run(tmp_path / "run", ["hf"])
+    assert torch.equal(state, load_time_state(late / "time_state.pth", model.config))
 
     # the runtime starts from it, and gives the slot back empty
     runtime = load_runtime(str(tmp_path / "run"), capacity=1)
