@@ -43,6 +43,9 @@ def export_run(run: Path, formats: list[str], out: Path | None = None) -> Path:
             values; a target that has something else in it.
         RuntimeError: the export does not read back.
     """
+    import yaml
+
+    from smi.config import TuningConfig
     from smi.tokenizer import load_tokenizer
     from smi.training.checkpoint import check_checkpoint, list_checkpoints, newest_sound, read_checkpoint
     from smi.training.export import check_target, export_model, trained_model
@@ -63,15 +66,21 @@ def export_run(run: Path, formats: list[str], out: Path | None = None) -> Path:
     target = out or run / f"export-{'-'.join(name for name in FORMATS if name in formats)}"
     # before what takes long
     check_target(target, read_origin(origin))
+    config_yaml = (run / CONFIG_FILE).read_text(encoding="utf-8")
+    settings = yaml.safe_load(config_yaml)
+    if settings["model"]["kind"] != "rwkv7":
+        raise ValueError(f"{run} trains a model of transformers, which is exported when the run ends: use resume=auto")
     content = read_checkpoint(file)
+    model, time_state = trained_model(content["state_dict"], origin, TuningConfig(**settings["tuning"]))
     return export_model(
-        trained_model(content["state_dict"], origin),
+        model,
         load_tokenizer(str(origin / "tokenizer")),
         target,
         formats=formats,
-        config_yaml=(run / CONFIG_FILE).read_text(encoding="utf-8"),
+        config_yaml=config_yaml,
         figures={"steps": content["global_step"]},
         origin=origin,
+        time_state=time_state,
     )
 
 

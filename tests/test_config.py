@@ -18,7 +18,10 @@ def composed():
 
 
 # what a recipe leaves to whoever runs it
-GIVEN = {"agent_sft": ["data.train_files=[tools.jsonl]"]}
+GIVEN = {
+    "agent_sft": ["data.train_files=[tools.jsonl]"],
+    "state_tuning": ["model.pretrained=runs/mine/export"],
+}
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -44,6 +47,10 @@ OPTIONS = sorted(
 )
 
 
+# the recipe's data and these models each bring a tokenizer
+CHOSEN = {("model", "hf"): ["tokenizer=compact"], ("tokenizer", "checkpoint"): ["model.pretrained=runs/mine/export"]}
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes(composed, group, option):
     if not is_installed(group, option):
@@ -51,7 +58,7 @@ def test_every_option_of_every_group_composes(composed, group, option):
         with pytest.raises(ValueError, match=r"pip install 'smi\["):
             check_installed([f"{group}={option}"])
         return
-    judge(composed("+recipe=quickstart", f"{group}={option}"))
+    judge(composed("+recipe=quickstart", f"{group}={option}", *CHOSEN.get((group, option), [])))
 
 
 SOURCES = sorted(file.stem for file in (config_dir() / "data" / "source").glob("*.yaml") if file.stem != "base")

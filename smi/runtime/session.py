@@ -283,6 +283,7 @@ class Runtime:
         tokenizer: that of the streams it was trained on.
         capacity: sessions at a time. A full pool refuses or waits; slots are never shared.
         namespaces: of spans in blocks of either side.
+        time_state: float32 [L, H, V, K], the WKV state that sessions begin with; zero when absent.
 
     One thread at a time moves sessions; others wait for it. Raises ValueError where tokenizer and model do not fit.
     """
@@ -293,6 +294,7 @@ class Runtime:
         tokenizer: Tokenizer,
         capacity: int = 16,
         namespaces: Sequence[TokenNamespace] = (),
+        time_state: Tensor | None = None,
     ) -> None:
         rows = model.head.weight.shape[0]
         if tokenizer.vocab_size > rows:
@@ -305,7 +307,8 @@ class Runtime:
         self._decoder = Decoder(model)
         self.namespaces = tuple(namespaces)
         self.grammar = Grammar(tokenizer, rows, namespaces, model.head.weight.device)
-        self.pool = StatePool(model, capacity)
+        self.time_state = time_state
+        self.pool = StatePool(model, capacity, time_state)
         self.handover = [tokenizer.structural.eot, *tokenizer.encode("\n")]
         self._lock = threading.RLock()
 

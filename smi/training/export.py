@@ -10,11 +10,15 @@ import torch
 from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
+from smi.config import TuningConfig
 from smi.model.checkpoint import load_pretrained, publish, save_native, save_pretrained
 from smi.model.layouts import config_of
 from smi.model.modeling import RWKV7ForCausalLM
+from smi.model.time_state import TIME_STATE_FILE, save_time_state
 from smi.tokenizer import Tokenizer
+from smi.training.module import SMIModule
 from smi.training.origin import attribution, read_origin
+from smi.training.tuning import merge_adapters, plain_weights
 
 NATIVE_FILE = "model.pth"
 FLA_FOLDER = "fla"
@@ -22,6 +26,19 @@ FLA_FOLDER = "fla"
 EXPORT_FILE = "export.json"
 # tokens of the text that every export is tried on
 PROBE = 32
+
+
+def export_trained(module: SMIModule, tokenizer: Tokenizer, directory: Path, **about: Any) -> Path:
+    """`export_model` for what a module trained, LoRA's adapters merged and a tuned initial state beside the model.
+
+    Changes the module's model; it is not trained any further.
+    """
+    merge_adapters(module.model)
+    if not isinstance(module.model, RWKV7ForCausalLM):
+        from smi.training.hf import export_hf
+
+        return export_hf(module.model, tokenizer, directory, **about)
+    return export_model(module.model, tokenizer, directory, time_state=module.time_state, **about)
 
 
 def export_model(
@@ -32,6 +49,7 @@ def export_model(
     formats: Sequence[str],
     config_yaml: str,
     figures: Mapping[str, Any],
+    time_state: torch.Tensor | None = None,
     origin: Path | None = None,
 ) -> Path:
     """Writes `directory` whole or not at all: model, tokenizer, chat template, structural ids, config, card.
@@ -46,6 +64,7 @@ def export_model(
             (flash-linear-attention's, a directory ``fla/`` of its own, since its config.json is another).
         config_yaml: the resolved config of the run.
         figures: what the card shows of the run, by name.
+        time_state: [L, H, V, K], the initial state that was tuned; becomes ``time_state.pth``.
         origin: what `smi.training.origin.keep_origin` made: licences go into the card, their texts and the code of
             the base's publisher beside the model, for transformers with trust_remote_code.
 
@@ -77,10 +96,12 @@ def export_model(
     if "native" in formats:
         written.append(save_native(model, draft / NATIVE_FILE))
     verify(model, written)
+    if time_state is not None:
+        save_time_state(time_state, draft / TIME_STATE_FILE)
     tokenizer.save_pretrained(draft)
     if origin is not None:
         (draft / EXPORT_FILE).write_text(json.dumps(source, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        _carry(origin / "base", draft, code="hf" in formats)
+        carry(origin / "base", draft, code="hf" in formats)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
     write_card(draft, model, tokenizer, formats, figures)
     earlier = directory.with_name(f".{directory.name}.earlier")
@@ -92,16 +113,21 @@ def export_model(
     return directory
 
 
-def trained_model(weights: Mapping[str, torch.Tensor], origin: Path) -> RWKV7ForCausalLM:
-    """The model that a run's checkpoint holds, in eval mode; its parameters are the tensors of `weights`.
+def trained_model(
+    weights: Mapping[str, torch.Tensor], origin: Path, tuning: TuningConfig
+) -> tuple[RWKV7ForCausalLM, torch.Tensor | None]:
+    """The model that a run's checkpoint holds, in eval mode, and the initial state that was tuned, if one was.
+
+    Its parameters are the tensors of `weights`, but for matrices with an adapter, which is merged into them.
 
     Args:
         weights: the checkpoint's ``state_dict``, by the names that the training module has for them.
         origin: of the run; the base's settings that weights do not show are in it.
+        tuning: of the run.
 
     Raises ValueError for weights that are not those of a whole RWKV-7.
     """
-    own = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    own, time_state = plain_weights(weights, tuning)
     stated = origin / "base" / "config.json"
     config, _ = config_of(own, "hf", json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {})
     with no_init_weights(), torch.device("meta"):
@@ -110,7 +136,7 @@ def trained_model(weights: Mapping[str, torch.Tensor], origin: Path) -> RWKV7For
         model.load_state_dict(own, assign=True)
     except RuntimeError as error:
         raise ValueError(f"the checkpoint does not hold a whole model: {error}") from error
-    return model.eval()
+    return model.eval(), time_state
 
 
 def check_target(directory: Path, source: Mapping[str, Any]) -> None:
@@ -124,7 +150,7 @@ def check_target(directory: Path, source: Mapping[str, Any]) -> None:
         raise ValueError(f"{directory} exists and is {whose}: choose another directory, or move it away")
 
 
-def _carry(base: Path, draft: Path, *, code: bool) -> None:
+def carry(base: Path, draft: Path, *, code: bool) -> None:
     """Hands on the licence texts of a base checkpoint, and the code that its publisher ships, to which config.json then
     points as the base's did. The code is copied, never run."""
     if not base.is_dir():
