@@ -12,6 +12,7 @@ from smi.protocol.codec import decode, encode
 from smi.protocol.incremental import PayloadText
 from smi.protocol.stream import Block, ProtocolError, Stream, Transmission
 from smi.protocol.tokens import BlockType
+from smi.runtime import saved
 from smi.runtime.grammar import Limits, Writer
 from smi.runtime.pool import PoolFull, model_fingerprint
 from smi.runtime.sampling import Sampling
@@ -211,17 +212,21 @@ def _fresh(model, tokenizer):
         return session.reply(SHORT), session.stream
 
 
-@pytest.mark.parametrize("when", ["empty", "sent", "read", "cancelled", "answered"])
+@pytest.mark.parametrize("when", ["empty", "sent", "read", "half read", "cancelled", "cancelled and more", "answered"])
 def test_a_saved_session_goes_on_as_if_never_stopped(runtime, tmp_path, when):
     session = runtime.open()
     if when != "empty":
         session.send([Block(BlockType.CTRL, '{"reasoning":{"mode":"disabled"}}'), usr("hello")])
     if when == "read":
         session.prefill()
-    if when == "cancelled":
+    if when == "half read":
+        runtime.read([session], at_most=5)
+    if "cancelled" in when:
         events = session.generate(SHORT)
         next(events)
         events.close()
+    if when == "cancelled and more":
+        session.send([usr("wait")])
     if when == "answered":
         session.reply(SHORT)
     session.save(tmp_path / "s.safetensors")
@@ -237,13 +242,20 @@ def test_a_saved_session_goes_on_as_if_never_stopped(runtime, tmp_path, when):
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "model", "tokenizer", "layout", "dtype", "shape", "nan", "text", "missing"]
+    "damage",
+    [
+        *("truncated", "model", "tokenizer", "layout", "dtype", "shape", "nan", "text", "missing", "directory"),
+        *("scores dtype", "scores shape", "scores nan", "ids dtype", "ids unknown", "ids cut", "read", "open"),
+    ],
 )
 def test_damaged_and_foreign_files_are_refused_and_leave_nothing(runtime, tmp_path, damage):
     path = tmp_path / "s.safetensors"
     session = runtime.open()
     session.send([usr("hello")])
     session.reply(SHORT)
+    if damage.startswith("scores"):
+        session.send([usr("and")])
+        session.prefill()
     session.save(path)
     session.close()
     with safe_open(path, "pt") as file:
@@ -252,8 +264,10 @@ def test_damaged_and_foreign_files_are_refused_and_leave_nothing(runtime, tmp_pa
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "text":
         path.write_text("hello")
-    elif damage == "missing":
+    elif damage in ("missing", "directory"):
         path.unlink()
+        if damage == "directory":
+            path.mkdir()
     else:
         if damage in ("model", "tokenizer", "layout"):
             about[damage] = "other"
@@ -263,12 +277,119 @@ def test_damaged_and_foreign_files_are_refused_and_leave_nothing(runtime, tmp_pa
             tensors["att_shift"] = tensors["att_shift"][..., :-1].clone()
         elif damage == "nan":
             tensors["wkv"][0, 0, 0, 0, 0] = float("nan")
+        elif damage == "scores dtype":
+            tensors["scores"] = tensors["scores"].float()
+        elif damage == "scores shape":
+            tensors["scores"] = tensors["scores"][:-1].clone()
+        elif damage == "scores nan":
+            tensors["scores"][3] = float("nan")
+        elif damage == "ids dtype":
+            tensors["ids"] = tensors["ids"].long()
+        elif damage == "ids unknown":
+            tensors["ids"][3] = 10_000_000
+        elif damage == "ids cut":
+            tensors["ids"] = tensors["ids"][:-3].clone()
+        elif damage == "read":
+            about["read"] = "1000"
+        elif damage == "open":
+            about["open_blocks"] = "1"
         save_file(tensors, path, metadata=about)
     with pytest.raises((ValueError, OSError)) as error:
         runtime.restore(path)
     assert "s.safetensors" in str(error.value)
     assert runtime.pool.free_slots == 4
     assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_a_file_cut_anywhere_is_refused(runtime, tmp_path):
+    """In the length of the header, in the header, at the seams of its tensors and within them."""
+    path = tmp_path / "s.safetensors"
+    with runtime.open() as session:
+        session.send([usr("hello")])
+        session.prefill()
+        session.save(path)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = {*range(20), *range(20, header, 13), header, header + 1, *range(header, len(whole), 997), len(whole) - 1}
+    for end in sorted(places):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="truncated"):
+            runtime.restore(path)
+    assert runtime.pool.free_slots == 4
+    assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+@pytest.mark.parametrize("where", ["load", "tree"])
+def test_a_restore_that_is_interrupted_leaves_nothing(runtime, tmp_path, monkeypatch, where):
+    with runtime.open() as session:
+        session.send([usr("hello")])
+        session.save(tmp_path / "s")
+
+    def interrupt(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saved, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.restore(tmp_path / "s")
+    assert runtime.pool.free_slots == 4
+    assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_a_reading_that_is_interrupted_closes_its_sessions(runtime, monkeypatch):
+    """Whatever moment it is: a state that may have seen ids twice, or half of a write, is nobody's."""
+    for moment in range(1, 5):
+        reading, resting = runtime.open(), runtime.open()
+        reading.send([usr("hello")])
+        calls = itertools.count(1)
+
+        def write(slots, owners, state, old=runtime.pool.write, calls=calls, moment=moment):
+            if next(calls) == 1 and moment == 1:
+                raise KeyboardInterrupt
+            old(slots, owners, state)
+            if moment == 2:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.pool, "write", write)
+            if moment > 2:
+                patch.setattr(runtime.pool, "read", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                reading.fork() if moment == 4 else reading.prefill()
+        assert reading.closed == (moment != 4)
+        reading.close()
+        assert not resting.closed
+        resting.close()
+        assert runtime.pool.free_slots == 4
+        assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_a_session_that_cannot_be_written_says_so(runtime, tmp_path):
+    session = runtime.open()
+    session.send([usr("hello")])
+    with pytest.raises(OSError, match="nowhere"):
+        session.save(tmp_path / "nowhere" / "s")
+    assert session.reply(SHORT)
+
+
+def test_an_iterator_that_was_left_ends_no_other_turn(runtime, model, tokenizer):
+    session = runtime.open()
+    session.send([usr("hello")])
+    left = session.generate(SHORT)
+    next(left)
+    session.cancel()
+    events = session.generate(SHORT)
+    next(events)
+    left.close()
+    *_, last = events
+    assert (last.reply, session.stream) == _fresh(model, tokenizer)
+    session.send([usr("more")])
+    left = session.generate(SHORT)
+    next(left)
+    session.cancel()
+    session.begin(SHORT)
+    with pytest.raises(SessionError, match="cancelled"):
+        list(left)
+    assert session._turn is not None
 
 
 def test_controls_tighten_the_limits(runtime):
