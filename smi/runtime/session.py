@@ -290,6 +290,9 @@ class Runtime:
         capacity: sessions at a time. A full pool refuses or waits; slots are never shared.
         namespaces: of spans in blocks of either side.
 
+    A session's logits are what they are for it alone, but for the rounding of sums that a batch adds up in another
+    order: in float32 within 1e-4 of the largest logit.
+
     One thread at a time moves sessions; others wait for it. Raises ValueError where tokenizer and model do not fit.
     """
 

@@ -1,6 +1,8 @@
+import copy
 import itertools
 import random
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -53,13 +55,36 @@ def runtime(model, tokenizer):
     return Runtime(model, tokenizer, capacity=4)
 
 
+class Watched(Runtime):
+    """Notes by session the logits behind each of its beginnings, by length, and whose slot is whose at every step."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.heard = {}
+        self.steps = 0
+
+    def _step(self, sessions):
+        made = super()._step(sessions)
+        self.steps += 1
+        slots = [session.slot for session in self.pool._owners if session is not None]
+        assert len(set(slots)) == len(slots)
+        assert all(self.pool._owners[session.slot] is session for session in sessions)
+        for slot, owner in enumerate(self.pool._owners):
+            assert owner is not None or self.pool.is_clear(slot)
+        for session in sessions:
+            if session._scores is not None:
+                self.heard.setdefault(session, {})[session.tokens] = session._scores
+        return made
+
+
 def alone(model, tokenizer, *steps):
-    """What a session says when nobody else is there: `steps` are texts to send, each answered."""
-    with Runtime(model, tokenizer, 1).open() as session:
+    """What a session says when nobody else is there: `steps` are texts to send, each answered. Its logits as well."""
+    runtime = Watched(model, tokenizer, 1)
+    with runtime.open() as session:
         for step in steps:
             session.send([usr(step)])
             session.reply(SHORT)
-        return session.stream, session._ids, session._runtime.state_of(session)
+        return session.stream, session._ids, runtime.state_of(session), runtime.heard[session]
 
 
 def test_a_turn_equals_a_loop_that_rereads_everything(runtime, model, tokenizer):
@@ -90,51 +115,91 @@ def _check_greedy(model, grammar, before, written):
             writer.take(id)
 
 
-def test_sessions_in_any_mixture_are_what_each_is_alone(model, tokenizer):
-    """Nine sessions over four slots, some forked, cancelled, saved and restored."""
-    rng = random.Random(0)
-    runtime = Runtime(model, tokenizer, capacity=4)
+@pytest.mark.parametrize("seed", range(2))
+def test_sessions_in_any_mixture_are_what_each_is_alone(model, tokenizer, tmp_path, seed):
+    """Nine sessions over four slots, in random order: some cancelled, some gone on with in a fork or from a file."""
+    rng = random.Random(seed)
+    runtime = Watched(model, tokenizer, 4)
     plans = [[f"secret {n} is {rng.random()}", "say it again", "and once more"][: 1 + n % 3] for n in range(9)]
     waiting, live, done = list(range(9)), {}, {}
+    happened = Counter()
+
+    def moved(n, session):
+        """The conversation goes on in another session."""
+        runtime.heard[session] = dict(runtime.heard.get(live[n][0], {}))
+        slot = live[n][0].slot
+        live[n][0].close()
+        assert runtime.pool.is_clear(slot)
+        live[n][0] = session
+
     while waiting or live:
         if waiting and runtime.pool.free_slots and (not live or rng.random() < 0.5):
             n = waiting.pop(0)
             live[n] = [runtime.open(), list(plans[n])]
         for n in rng.sample(sorted(live), len(live)):
             session, left = live[n]
-            if session._turn is None and left:
-                session.send([usr(left.pop(0))])
-                session.begin(SHORT)
-                if rng.random() < 0.3:
-                    for _ in range(rng.randrange(4)):
-                        if session._turn is not None:
-                            runtime.step([session])
-                    if session._turn is not None:
-                        session.cancel()
-                        session.begin(SHORT)
-            elif session._turn is None:
-                done[n] = (session.stream, session._ids, runtime.state_of(session))
-                slot = session._slot
-                session.close()
-                assert runtime.pool.is_clear(slot)
-                del live[n]
-            elif rng.random() < 0.1 and runtime.pool.free_slots:
-                # a fork in the middle of nothing: it is closed again and must leave no trace
+            what, running = rng.random(), session._turn is not None
+            if running and what < 0.06:
+                happened["cancelled"] += 1
                 session.cancel()
-                with session.fork() as fork:
-                    fork.send([usr("something else")])
-                    fork.reply(SHORT)
+                if what < 0.03 and runtime.pool.free_slots:
+                    happened["forked"] += 1
+                    fork = session.fork()
+                    if what < 0.015:
+                        moved(n, fork)
+                    else:
+                        # it says something else, and must leave no trace
+                        fork.send([usr("something else")])
+                        fork.reply(SHORT)
+                        fork.close()
+                elif what < 0.05:
+                    happened["restored"] += 1
+                    session.save(tmp_path / "s")
+                    # where the pool is full, its own slot is the one that is free
+                    heard = runtime.heard.get(session, {})
+                    session.close()
+                    live[n][0] = runtime.restore(tmp_path / "s")
+                    runtime.heard[live[n][0]] = dict(heard)
+                live[n][0].begin(SHORT)
+            elif not running and left:
+                session.send([usr(left.pop(0))])
+                if what < 0.3:
+                    runtime.read([session], at_most=rng.randrange(1, 9))
                 session.begin(SHORT)
+            elif not running:
+                done[n] = (session.stream, session._ids, runtime.state_of(session), runtime.heard[session])
+                session.close()
+                del live[n]
         moving = [entry[0] for entry in live.values() if entry[0]._turn is not None]
         if moving:
             runtime.step(rng.sample(moving, rng.randint(1, len(moving))))
-    for n, (stream, ids, state) in done.items():
-        alone_stream, alone_ids, alone_state = alone(model, tokenizer, *plans[n])
+    assert min(happened[what] for what in ("cancelled", "forked", "restored")) > 0
+    for n, (stream, ids, state, heard) in done.items():
+        alone_stream, alone_ids, alone_state, alone_heard = alone(model, tokenizer, *plans[n])
         assert stream == alone_stream
         assert ids == alone_ids
+        assert heard.keys() == alone_heard.keys()
+        assert all((heard[length] - alone_heard[length]).abs().max() < 1e-9 for length in heard)
         assert (state.wkv - alone_state.wkv).abs().max() < 1e-9
         assert (state.att_shift - alone_state.att_shift).abs().max() < 1e-9
     assert runtime.pool.free_slots == 4
+
+
+def test_company_moves_float32_logits_by_rounding_alone(model, tokenizer):
+    """The tolerance that `Runtime` states."""
+    model = copy.deepcopy(model).float()
+    runtime = Watched(model, tokenizer, 4)
+    sessions = [runtime.open() for _ in range(4)]
+    for n, session in enumerate(sessions):
+        session.send([usr(f"number {n} " * (1 + 5 * n))])
+        session.begin(SHORT)
+    while moving := [session for session in sessions if session._turn is not None]:
+        runtime.step(moving)
+    for n, session in enumerate(sessions):
+        _, ids, _, heard = alone(model, tokenizer, f"number {n} " * (1 + 5 * n))
+        assert ids == session._ids
+        for length, logits in heard.items():
+            assert (runtime.heard[session][length] - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
 def test_a_planted_secret_is_in_no_other_state(runtime):
