@@ -1,7 +1,7 @@
 """Between Hydra and the schema: where configs and recipes are found, and whether what was composed fits.
 
 Hydra composes; `judge` decides. An unknown key is an error that names the nearest valid one, whichever way it came
-in, and a number that arrives as text is refused rather than converted.
+in, and the line or override that brought it; a number that arrives as text is refused rather than converted.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,32 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from smi import precedence
 from smi.config import CHOICES, LEAST, Config
+from smi.origins import Origins
 
 
 class ConfigError(ValueError):
     """A config that does not fit the schema."""
 
 
-def judge(composed: DictConfig) -> Config:
-    """The composed config as objects.
+def judge(composed: DictConfig, origins: Origins | None = None) -> Config:
+    """The composed config as objects; with `origins`, every problem names the line or override that brought it.
 
     Raises:
         ConfigError: unknown or missing keys, values of the wrong type, unknown choices; all of them listed.
     """
-    problems: list[str] = []
-    plain = OmegaConf.to_container(composed, resolve=True)
-    _check(plain, Config, "", problems)
-    if not problems:
-        problems += [f"{key} is missing: give it a value" for key in sorted(OmegaConf.missing_keys(composed))]
-    if problems:
-        raise ConfigError("this config does not fit:\n  " + "\n  ".join(problems))
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"this config does not fit: {str(error).splitlines()[0]}") from error
+    findings = _Findings(origins or Origins([]))
+    findings.check(plain, Config, "")
+    if not findings.problems:
+        for key in sorted(OmegaConf.missing_keys(composed)):
+            findings.add(key, f"{key} is missing: give it a value")
+    if findings.problems:
+        raise ConfigError("this config does not fit:\n  " + "\n  ".join(findings.problems))
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
     except OmegaConfBaseException as error:
@@ -49,112 +55,158 @@ def judge(composed: DictConfig) -> Config:
     return config
 
 
-def check_override(override: str) -> None:
-    """Refuses a command-line override of a setting that does not exist, naming the nearest one that does.
+def wanted_type(key: str) -> Any:
+    """The type that the schema gives a setting or a group of settings; `Any` below those that are read as they are.
 
-    Hydra refuses most of these itself, but names no alternative.
-
-    Raises:
-        ConfigError: as said; groups, Hydra's own settings and flags pass.
+    Raises ConfigError where there is no such setting, naming the nearest one.
     """
-    key, equals, _ = override.partition("=")
-    key = key.lstrip("+~")
-    if not equals or override.startswith("-") or "/" in key or "@" in key:
-        return
-    top, *rest = key.split(".")
     wanted: Any = Config
-    if top == "hydra":
-        return
-    if top == "recipe":
-        if not override.startswith("+"):
-            raise ConfigError(f"a recipe is added, not changed: write +{override}")
-        return
-    for i, part in enumerate([top, *rest]):
+    parts = key.split(".")
+    for i, part in enumerate(parts):
         if typing.get_origin(wanted) is dict:
             wanted = typing.get_args(wanted)[1]
             continue
         if not dataclasses.is_dataclass(wanted):
-            return  # judged by its value
+            return Any  # judged by its value
         known = {f.name: f.type for f in dataclasses.fields(wanted)}
         if part not in known:
-            raise ConfigError(_unknown(".".join([top, *rest][: i + 1]), part, known))
+            raise ConfigError(unknown(".".join(parts[: i + 1]), list(known)))
         wanted = known[part]
+        # a group that may be null
+        groups = [option for option in options_of(wanted) if dataclasses.is_dataclass(option)]
+        wanted = groups[0] if groups else wanted
+    return wanted
 
 
-def _unknown(path: str, key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1)
+def unknown(path: str, known: list[str]) -> str:
+    """Says that there is no setting `path`, and which there is: the nearest of its neighbours, or one that is called
+    the same elsewhere."""
+    key = path.rpartition(".")[2]
+    near = difflib.get_close_matches(key, known, n=1)
+    if not near:
+        near = [setting for setting in _settings(Config, "") if setting.rpartition(".")[2] == key][:1]
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
     return f"{path} is no setting; {hint}"
 
 
-def _check(value: Any, wanted: Any, where: str, problems: list[str]) -> None:
-    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
-        if value is None:
+def _settings(schema: Any, above: str) -> list[str]:
+    names: list[str] = []
+    for setting in dataclasses.fields(schema):
+        name = f"{above}{setting.name}"
+        names.append(name)
+        for option in filter(dataclasses.is_dataclass, options_of(setting.type)):
+            names += _settings(option, f"{name}.")
+    return names
+
+
+def options_of(wanted: Any) -> tuple[Any, ...]:
+    """The types that a field of this type takes, None among them."""
+    return typing.get_args(wanted) if typing.get_origin(wanted) in (typing.Union, types.UnionType) else (wanted,)
+
+
+class _Findings:
+    """What does not fit, and where it came from."""
+
+    def __init__(self, origins: Origins):
+        self.origins = origins
+        self.problems: list[str] = []
+
+    def add(self, where: str, problem: str) -> None:
+        origin = self.origins.of(where.partition("[")[0])
+        self.problems.append(problem if origin is None else f"{problem} ({origin.source})")
+
+    def check(self, value: Any, wanted: Any, where: str) -> None:
+        options = options_of(wanted)
+        place = self.origins.of(where)
+        if place is not None and (place.key, place.text) == (where, "???"):
+            # omegaconf keeps the value from before
+            self.add(where, f"{where} is missing: give it a value")
             return
-        (wanted,) = (option for option in typing.get_args(wanted) if option is not type(None))
-    if value == "???":
-        return
-    origin = typing.get_origin(wanted)
-    if dataclasses.is_dataclass(wanted):
+        if value == "???" or wanted is Any or (value is None and type(None) in options):
+            return
+        options = tuple(option for option in options if option is not type(None))
+        if len(options) > 1:
+            if not any(type(value) is option for option in options):
+                names = " or ".join(option.__name__ for option in options)
+                self.add(where, f"{where} should be {names}, not {value!r}")
+            return
+        wanted = options[0]
+        origin = typing.get_origin(wanted)
+        if dataclasses.is_dataclass(wanted):
+            known: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(wanted)}
+            self._check_group(value, known, None, where)
+        elif origin is dict:
+            self._check_group(value, {}, typing.get_args(wanted)[1], where)
+        elif origin is list:
+            if not isinstance(value, list):
+                self.add(where, f"{where} should be a list, like [{value}], not {value!r}")
+                return
+            for i, inner in enumerate(value):
+                self.check(inner, typing.get_args(wanted)[0], f"{where}[{i}]")
+            self._check_choice(value, where)
+        elif wanted is bool:
+            if not isinstance(value, bool):
+                self.add(where, f"{where} should be true or false, not {value!r}")
+        elif wanted is int:
+            if isinstance(value, bool) or not isinstance(value, int):
+                self.add(where, f"{where} should be a whole number, not {value!r}")
+            else:
+                self._check_number(value, where)
+        elif wanted is float:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                self.add(where, f"{where} should be a number, not {value!r}")
+            else:
+                self._check_number(value, where)
+        elif wanted is str:
+            if not isinstance(value, str):
+                self.add(where, f"{where} should be text, not {value!r}: put it in quotes{self._quoted(where)}")
+            self._check_choice([value], where)
+
+    def _check_group(self, value: Any, known: dict[str, Any], others: Any, where: str) -> None:
         if not isinstance(value, dict):
-            problems.append(f"{where or 'the config'} should be a group of settings, not {value!r}")
+            self.add(where, f"{where or 'the config'} should be a group of settings, not {value!r}")
             return
-        known = {f.name: f.type for f in dataclasses.fields(wanted)}
         for key, inner in value.items():
             path = f"{where}.{key}" if where else str(key)
-            if key in known:
-                _check(inner, known[key], path, problems)
+            if key in known or others is not None:
+                self.check(inner, known.get(key, others), path)
             else:
-                problems.append(_unknown(path, str(key), known))
-    elif origin is dict:
-        if not isinstance(value, dict):
-            problems.append(f"{where} should be a group of settings, not {value!r}")
-            return
-        for key, inner in value.items():
-            _check(inner, typing.get_args(wanted)[1], f"{where}.{key}", problems)
-    elif origin is list:
-        if not isinstance(value, list):
-            problems.append(f"{where} should be a list, like [{value}], not {value!r}")
-            return
-        for i, inner in enumerate(value):
-            _check(inner, typing.get_args(wanted)[0], f"{where}[{i}]", problems)
-        _check_choice(value, where, problems)
-    elif wanted is bool:
-        if not isinstance(value, bool):
-            problems.append(f"{where} should be true or false, not {value!r}")
-    elif wanted is int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            problems.append(f"{where} should be a whole number, not {value!r}")
-        else:
-            _check_range(value, where, problems)
-    elif wanted is float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            problems.append(f"{where} should be a number, not {value!r}")
-        else:
-            _check_range(value, where, problems)
-    elif wanted is str:
-        if not isinstance(value, str):
-            problems.append(f"{where} should be text, not {value!r}: put it in quotes")
-        _check_choice([value], where, problems)
+                self.add(path, unknown(path, list(known)))
+
+    def _quoted(self, where: str) -> str:
+        """The line with the quotes that it needs."""
+        place = self.origins.of(where)
+        if place is None or not place.line or place.key != where or place.text is None:
+            return ""
+        return f', {where.rpartition(".")[2]}: "{place.text}"'
+
+    def _check_number(self, value: float, where: str) -> None:
+        place, least = self.origins.of(where), LEAST.get(where)
+        if place is not None and place.line and place.key == where and not _plain(place.text, value):
+            # 010 and 1:30 are 8 and 90 in YAML 1.1
+            self.add(where, f"{where} should be written plainly: {place.text} is {value} to YAML")
+        elif not math.isfinite(value):
+            self.add(where, f"{where} should be a finite number, not {value}")
+        elif where in ("optim.lr", "optim.eps") and value <= 0:
+            self.add(where, f"{where} should be above 0, not {value}")
+        elif least is not None and value < least:
+            self.add(where, f"{where} should be at least {least:g}, not {value}")
+
+    def _check_choice(self, values: list[Any], where: str) -> None:
+        choices = CHOICES.get(where)
+        for value in values:
+            if choices and value not in choices:
+                self.add(where, f"{where} should be one of {', '.join(choices)}, not {value!r}")
 
 
-def _check_range(value: float, where: str, problems: list[str]) -> None:
-    least = LEAST.get(where)
-    if not math.isfinite(value):
-        problems.append(f"{where} should be a finite number, not {value}")
-    elif where in ("optim.lr", "optim.eps") and value <= 0:
-        problems.append(f"{where} should be above 0, not {value}")
-    elif least is not None and value < least:
-        problems.append(f"{where} should be at least {least:g}, not {value}")
-
-
-def _check_choice(values: list[Any], where: str, problems: list[str]) -> None:
-    choices = CHOICES.get(where)
-    problems += [
-        f"{where} should be one of {', '.join(choices or ())}, not {value!r}"
-        for value in values
-        if choices and value not in choices
-    ]
+def _plain(text: str | None, value: float) -> bool:
+    """Whether a number is what a reader takes the text for. Interpolations are."""
+    if text is None or "${" in text or not math.isfinite(value):
+        return True
+    try:
+        return float(text) == value
+    except ValueError:
+        return False
 
 
 def _shipped(name: str) -> Path:
@@ -170,11 +222,12 @@ def config_dir() -> Path:
 
 
 def recipes() -> dict[str, Path]:
-    """The shipped recipes by name ("quickstart", "debug/overfit", ...)."""
+    """The shipped recipes by name ("quickstart", "rwkv7_pilot", ...)."""
     root = _shipped("recipes")
     return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
 
 
+@cache
 def register() -> None:
     """Gives Hydra what it needs beside the directory of groups; call before it composes.
 
@@ -183,7 +236,9 @@ def register() -> None:
     - every shipped recipe as an option of the group ``recipe``. Hydra names a group after its directory and takes a
       ``+group=name`` that it does not know for a plain value; so stored, a wrong name is an error that lists the
       right ones.
+    - the order of `smi.precedence`.
     """
+    precedence.install()
     store = ConfigStore.instance()
     store.store(name="schema", node=OmegaConf.to_container(OmegaConf.structured(Config)), provider="smi")
     for name, file in recipes().items():

@@ -25,7 +25,6 @@ class ModelConfig:
     embedding_init: float = 1e-4
     pretrained: str | None = None
     revision: str | None = None
-    gradient_checkpointing: bool = False
 
 
 @dataclass
@@ -69,8 +68,8 @@ class DataConfig:
     synthetic: `max_questions` a conversation, and `held_out_tasks` conversations to play after training; files:
     `train_files`, `val_files` and their `adapter`; mixture: what was prepared in the directory `mixture` (or is in
     that file, compiled by others), or, where that is null, `source`, each with files below `mirror`, as they are.
-    `workers`: threads that read a prepared mixture ahead. `on_change`: refuse a checkpoint of another seed, window,
-    pack length or accumulation, or continue with exactly what its epoch has left.
+    `on_change`: refuse a checkpoint of another seed, window, pack length or batch size, or continue with exactly what
+    its epoch has left.
     """
 
     kind: str = MISSING
@@ -87,7 +86,6 @@ class DataConfig:
     window: int = 512
     val_fraction: float = 0.0
     val_batches: int = 16
-    workers: int = 2
     on_change: str = "refuse"
 
 
@@ -132,11 +130,29 @@ class KernelConfig:
 
 @dataclass
 class HardwareConfig:
-    """What to run on, in Lightning's terms. `threads` are torch's on the CPU; null leaves them alone."""
+    """What to run on, and how an optimizer step is dealt out to it; what is learned does not depend on it.
+
+    `devices` are those of a node, each with a process of its own. `launcher` starts the processes: lightning (this
+    command, on one node), torchrun or slurm. `max_micro_batch`: packs that a device takes at a time, at most; the
+    largest number that divides its share of `trainer.batch_size` evenly is taken, see `smi.hardware.split_batch`.
+    `activation_checkpointing`: blocks keep their inputs alone and are computed again for backward. `workers`: threads
+    that read a prepared mixture ahead. `memory_gib`: a device's memory in GiB, to hold the estimate against.
+    `threads`: torch's on the CPU; null leaves them alone. `peak_tflops`: what a device could do
+    at best in this precision, for the utilisation that is logged; null takes a known device's.
+    """
 
     accelerator: str = MISSING
     precision: str = MISSING
+    strategy: str = "single"
+    devices: int = 1
+    nodes: int = 1
+    launcher: str = "lightning"
+    max_micro_batch: int = 1
+    activation_checkpointing: bool = False
+    workers: int = 2
+    memory_gib: float | None = None
     threads: int | None = None
+    peak_tflops: float | None = None
 
 
 @dataclass
@@ -156,23 +172,92 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """How long, how often, and what is kept. Every count is in optimizer steps."""
+    """How long, how often, and what is kept. Every count is in optimizer steps.
+
+    `batch_size`: packs of `data.pack_length` tokens an optimizer step, on all devices together.
+
+    For looking into a run (`debug=`): `overfit_batches` trains on so many micro-batches again and again, 0 on all;
+    `profiler`: simple, advanced or pytorch, writes where the time went into the run directory; `detect_anomaly`
+    stops at the operation whose gradient is not a number, at a price in speed.
+    """
 
     max_steps: int = MISSING
-    accumulate: int = 1
+    batch_size: int = 1
     val_every: int = 100
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 1
     export: list[str] = field(default_factory=lambda: ["hf", "native"])
+    overfit_batches: int = 0
+    profiler: str | None = None
+    detect_anomaly: bool = False
+
+
+@dataclass
+class WandbConfig:
+    """A run of W&B's `project`; `group` gathers runs, such as the jobs of a sweep. `offline` sends nothing."""
+
+    project: str = "smi"
+    group: str | None = None
+    offline: bool = False
 
 
 @dataclass
 class LoggerConfig:
-    """`kind`: tensorboard, csv, wandb or none. `project` is W&B's."""
+    """Where figures go, beside the run directory's own `history.jsonl`. Several at once: `logger=[csv,wandb]`."""
 
-    kind: str = MISSING
-    project: str = "smi"
+    tensorboard: bool = False
+    csv: bool = False
+    wandb: WandbConfig | None = None
+
+
+@dataclass
+class SamplesConfig:
+    """Every so many steps, and after the last, the model continues `count` held-out prompts, greedily."""
+
+    every: int = 200
+    count: int = 4
+    max_tokens: int = 192
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """Training ends when `monitor` was not better by more than `min_delta` in `patience` validations in a row."""
+
+    monitor: str = "val/loss"
+    mode: str = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+
+
+@dataclass
+class LRFinderConfig:
+    """Lightning's range test before training: `steps` at rates from `min_lr` to `max_lr`; the run takes the best."""
+
+    min_lr: float = 1e-6
+    max_lr: float = 1e-1
+    steps: int = 100
+
+
+@dataclass
+class CallbacksConfig:
+    """What a run does beside training; null leaves it out."""
+
+    samples: SamplesConfig | None = None
+    early_stopping: EarlyStoppingConfig | None = None
+    lr_finder: LRFinderConfig | None = None
+
+
+@dataclass
+class SweepConfig:
+    """What a sweep compares its jobs by: the figure of a run that `objective` names, see `figures.json`.
+
+    `trials`: how many sweep=optuna makes.
+    """
+
+    objective: str = "val/loss"
+    direction: str = "minimize"
+    trials: int = 20
 
 
 @dataclass
@@ -187,11 +272,15 @@ class Config:
     """A whole run.
 
     `resume`: none, auto (the newest checkpoint in `paths.run_dir`, if there is one), or a checkpoint file.
+    `dry_run`: check everything and say what would be trained on what, and no more. `wait_for`: the manifest of
+    `data.mixture`, which is being prepared elsewhere; training begins when it is there.
     """
 
     name: str = MISSING
     seed: int = 0
     resume: str = "none"
+    dry_run: bool = False
+    wait_for: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -201,6 +290,8 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
@@ -209,10 +300,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_change": ("refuse", "continue"),
     "prepare.on_shortfall": ("error", "accept"),
     "prepare.dedupe": ("exact", "normalised", "near"),
-    "logger.kind": ("tensorboard", "csv", "wandb", "none"),
+    "sweep.direction": ("minimize", "maximize"),
+    "callbacks.early_stopping.mode": ("min", "max"),
     "trainer.export": ("hf", "native", "fla"),
+    "trainer.profiler": ("simple", "advanced", "pytorch"),
     "hardware.accelerator": ("cpu", "gpu"),
     "hardware.precision": ("32-true", "bf16-mixed"),
+    "hardware.strategy": ("single", "ddp", "fsdp"),
+    "hardware.launcher": ("lightning", "torchrun", "slurm"),
 }
 
 # least values; optim.lr and eps must be above theirs
@@ -229,14 +324,19 @@ LEAST: dict[str, float] = {
     "data.max_questions": 1,
     "data.held_out_tasks": 0,
     "data.val_batches": 1,
-    "data.workers": 0,
     "prepare.workers": 0,
     "prepare.row_timeout": 0.1,
     "prepare.tokens": 1,
     "prepare.seed": 0,
     "prepare.row_group_rows": 1,
     "prepare.shard_rows": 1,
+    "hardware.devices": 1,
+    "hardware.nodes": 1,
+    "hardware.max_micro_batch": 1,
+    "hardware.workers": 0,
+    "hardware.memory_gib": 1,
     "hardware.threads": 1,
+    "hardware.peak_tflops": 0.001,
     "optim.lr": 0,
     "optim.final_lr_ratio": 0,
     "optim.warmup_steps": 0,
@@ -244,10 +344,20 @@ LEAST: dict[str, float] = {
     "optim.eps": 0,
     "optim.clip": 0,
     "optim.z_loss": 0,
+    "sweep.trials": 1,
     "trainer.max_steps": 1,
-    "trainer.accumulate": 1,
+    "trainer.batch_size": 1,
     "trainer.val_every": 1,
     "trainer.log_every": 1,
     "trainer.checkpoint_every": 1,
     "trainer.keep_checkpoints": 1,
+    "trainer.overfit_batches": 0,
+    "callbacks.samples.every": 1,
+    "callbacks.samples.count": 1,
+    "callbacks.samples.max_tokens": 8,
+    "callbacks.early_stopping.patience": 1,
+    "callbacks.early_stopping.min_delta": 0,
+    "callbacks.lr_finder.min_lr": 0,
+    "callbacks.lr_finder.max_lr": 0,
+    "callbacks.lr_finder.steps": 20,
 }

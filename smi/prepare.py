@@ -84,9 +84,9 @@ def prepare_mixture(config: Config) -> Manifest:
                 say=console.print,
             )
     console.print(summary(manifest))
-    if not (report := directory / REPORT).exists():
-        write_report(manifest, directory, config.data.pack_length)
-    console.print(f"mixture  {directory}\nreport   {report}")
+    # made anew each time: pack_length, which it foresees the packing for, is free to change
+    write_report(manifest, directory, config.data.pack_length)
+    console.print(f"mixture  {directory}\nreport   {directory / REPORT}")
     return manifest
 
 
@@ -248,7 +248,9 @@ def main() -> None:
     from hydra.types import RunMode
     from omegaconf import DictConfig
 
-    from smi.composing import ConfigError, check_override, config_dir, judge, register
+    from smi.composing import ConfigError, config_dir, judge, register
+    from smi.origins import trace
+    from smi.overrides import check_arguments
 
     if len(sys.argv) == 1:
         print(_usage())
@@ -258,8 +260,7 @@ def main() -> None:
         if equals and key in SHORT:
             sys.argv[i] = f"{SHORT[key]}={value}"
     try:
-        for argument in sys.argv[1:]:
-            check_override(argument)
+        sys.argv[1:] = check_arguments(sys.argv[1:])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -275,7 +276,7 @@ def main() -> None:
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="prepare")
     def run(composed: DictConfig) -> None:
         try:
-            config = judge(composed)
+            config = judge(composed, trace())
             (download_sources if config.prepare.download else prepare_mixture)(config)
         except (ValueError, RuntimeError, OSError) as error:
             if HydraConfig.get().mode != RunMode.RUN:  # in a sweep the other jobs go on

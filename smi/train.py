@@ -2,24 +2,34 @@
 
 python -m smi.train +recipe=quickstart
 python -m smi.train +recipe=quickstart optim.lr=1e-3 trainer.max_steps=50
+python -m smi.train +recipe=quickstart dry_run=true                   # is everything there? trains nothing
+python -m smi.train --config-dir RUN_DIR +recipe=rerun                # the run in RUN_DIR once more
 python -m smi.train -m +recipe=quickstart seed=1,2
 """
 
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from smi.composing import ConfigError, check_override, config_dir, judge, recipes, register
+from smi.composing import config_dir, judge, recipes, register
 from smi.config import Config
+from smi.hardware import check_launch, process_rank, say_error
+from smi.origins import trace
+from smi.overrides import check_arguments
+from smi.sweeps import DIVERGED, check_installed, conclude, run_job
 
 
-def train(config: Config) -> dict[str, float]:
-    """One run, from a judged config to an export directory. Returns its figures by name.
+def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """One run, from a judged config to an export directory. Returns its figures by name; none after a dry run.
+
+    `overrides` are those of the command line, to be kept with the run.
 
     Raises:
         ValueError: whatever is wrong with config, files, checkpoint, data or kernel, before training starts.
@@ -30,18 +40,29 @@ def train(config: Config) -> dict[str, float]:
     from rich.console import Console
 
     from smi.data.recipe import build_data, build_tokenizer
+    from smi.training.debugging import feed
+    from smi.training.dry_run import check_run
     from smi.training.export import export_model, write_card
     from smi.training.models import build_model
     from smi.training.module import SMIModule
-    from smi.training.run_directory import find_checkpoint, write_config
+    from smi.training.report import finished, write_report
+    from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
-    from smi.training.trainer import build_trainer
+    from smi.training.sharding import whole_model
+    from smi.training.trainer import build_trainer, fit
+    from smi.training.waiting import wait_for_mixture
 
     quiet_libraries()
+    first = process_rank() == 0
     # a log file is no narrower than a terminal
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, quiet=not first)
+    if config.dry_run:
+        check_run(config, console)
+        return {}
+    check_launch(config)
     run_dir = Path(config.paths.run_dir)
     checkpoint = find_checkpoint(config)
+    wait_for_mixture(config, console)
     L.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -50,13 +71,16 @@ def train(config: Config) -> dict[str, float]:
     data = build_data(config, tokenizer)
     model = build_model(config, tokenizer)
     data.setup()
-    config_yaml = write_config(config)
+    config_yaml = write_config(config, overrides) if first else ""
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        trainer.fit(SMIModule(model, optimization(config)), datamodule=data, ckpt_path=checkpoint)
+        fit(trainer, SMIModule(model, optimization(config)), feed(config, data), checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
+    model = whole_model(trainer, model)
+    if not first:
+        return {}
     data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -68,10 +92,18 @@ def train(config: Config) -> dict[str, float]:
         config_yaml=config_yaml,
         figures={"steps": trainer.global_step} | figures,
     )
-    console.print(f"\nrun directory   {run_dir}\nexported model  {export}", highlight=False, soft_wrap=True)
+    report = run_dir / "report.html"
+    console.print(
+        f"\nrun directory   {run_dir}\nreport          {report}\nexported model  {export}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if config.data.held_out_tasks:
-        figures |= evaluate_tasks(config, model, tokenizer, console)
+        held_out = evaluate_tasks(config, model, tokenizer, console)
+        figures |= held_out
+        write_report(run_dir, finished(trainer), results=held_out)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)
+    finish(config, figures, trainer.global_step)
     return figures
 
 
@@ -90,31 +122,30 @@ def main() -> None:
         print(_usage())
         sys.exit(2)
     try:
-        for argument in sys.argv[1:]:
-            check_override(argument)
-    except ConfigError as error:
+        sys.argv[1:] = check_arguments(sys.argv[1:])
+        check_installed(sys.argv[1:])
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     register()
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
-    def run(composed: DictConfig) -> dict[str, float]:
-        alone = HydraConfig.get().mode == RunMode.RUN
+    def run(composed: DictConfig) -> Any:
+        job = HydraConfig.get()
+        if job.mode == RunMode.MULTIRUN:
+            return run_job(composed)
         try:
-            if not alone and any(o.startswith("paths.run_dir=") for o in HydraConfig.get().overrides.task):
-                raise ConfigError("a sweep has a folder for each job: set hydra.sweep.dir instead of paths.run_dir")
-            composed.paths.run_dir = HydraConfig.get().runtime.output_dir
-            return train(judge(composed))
+            if not composed.dry_run:
+                composed.paths.run_dir = job.runtime.output_dir
+            return train(judge(composed, trace()), list(job.overrides.task))
         except (ValueError, OSError, FloatingPointError) as error:
-            if not alone:  # in a sweep the other jobs go on, and Hydra reports the failed ones
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            say_error(error)
+            sys.exit(DIVERGED if isinstance(error, FloatingPointError) else 2)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
 
-    run()
+    sys.exit(conclude(run))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from smi.data.batch import PackedBatch, pack
+from smi.data.batch import Origin, PackedBatch, pack
 from smi.protocol.codec import Example
 
 
@@ -92,3 +92,11 @@ def test_moving_keeps_everything() -> None:
     assert (moved.supervised_tokens, moved.documents, moved.fill) == (4, 2, 0.5)
     assert repr(batch) == "PackedBatch(2 documents, 7 tokens, 4 supervised, fill 50.0%, cpu)"
     assert torch.equal(batch.to("cpu").labels, batch.labels)
+
+
+def test_origins_of_joined_batches_count_on() -> None:
+    first = Origin(("a", "b"), np.array([3, 4]), "abc".__getitem__)
+    second = Origin(("a", "b"), np.array([5, 0]), "xy".__getitem__)
+    whole = Origin.join([first, second], [3, 2])
+    assert whole.targets.tolist() == [8, 4]
+    assert "".join(map(whole.where, range(5))) == "abcxy"

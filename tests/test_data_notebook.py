@@ -33,7 +33,7 @@ def test_the_notebook_runs() -> None:
     ("name", "overrides", "message"),
     [
         ("quickstart", ["data.max_qestions=2"], "did you mean max_questions"),
-        ("quickstart", ["data.workers=1"], "data.workers is not read by data.kind=synthetic"),
+        ("quickstart", ["data.mirror=x"], "data.mirror is not read by data.kind=synthetic"),
         ("rwkv7_pilot", ["data.mixture=null"], "data.mirror is not set"),
     ],
 )

@@ -71,7 +71,7 @@ def test_the_pilot_is_prepared_and_trained_on(tmp_path: Path) -> None:
         "logger=none",
         "optim.warmup_steps=1",
         "trainer.max_steps=2",
-        "trainer.accumulate=1",
+        "trainer.batch_size=1",
         "trainer.val_every=2",
         "data.val_fraction=0.05",
         "data.window=32",

@@ -234,7 +234,7 @@ def test_a_run_that_is_killed_five_times_equals_one_that_is_not(tmp_path):
         "tokenizer.source=compact",
         *SMALL,
         "trainer.max_steps=60",
-        "trainer.accumulate=2",
+        "trainer.batch_size=2",
         "trainer.val_every=20",
         "trainer.checkpoint_every=3",
     ]
@@ -358,7 +358,7 @@ def test_the_pilot_from_local_files(tmp_path):
         "+recipe=rwkv7_pilot",
         "hardware=cpu",
         *WORLD,
-        "trainer.accumulate=2",
+        "trainer.batch_size=2",
         "model.pretrained=base.pth",
         "model.revision=null",
         f"data.mirror={DATA / 'hub'}",
@@ -401,7 +401,7 @@ class TestBadInput:
             (["data.train_files=[good.jsonl]", "tokenizer.source=no_eos"], "end-of-sequence token"),
             (["data.train_files=[good.jsonl]", "tokenizer.source=nowhere"], "no tokenizer at 'nowhere'"),
             (["data.train_files=[good.jsonl]", "kernel.backend=warp"], "no WKV backend named 'warp'"),
-            (["data.train_files=[good.jsonl]", "hardware=gpu"], "needs an NVIDIA GPU"),
+            (["data.train_files=[good.jsonl]", "hardware=gpu_32g"], "needs an NVIDIA GPU"),
             (["data.train_files=[good.jsonl]", "model.pretrained=nowhere"], "no checkpoint at nowhere"),
             (["data.train_files=[good.jsonl]", "model.pretrained=torn.pth"], "missing blocks.1.att.w2"),
             (
@@ -443,7 +443,7 @@ class TestBadInput:
     def test_one_clear_error_before_training(self, folder, monkeypatch, capsys, arguments, message):
         if "logger=wandb" in arguments and importlib.util.find_spec("wandb"):
             pytest.skip("wandb is installed")
-        if arguments and "hardware=gpu" in arguments and torch.cuda.is_available():
+        if arguments and "hardware=gpu_32g" in arguments and torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
         monkeypatch.chdir(folder)
         register()

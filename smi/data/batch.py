@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smi.protocol.codec import Example
 
 IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the documents of a batch are from.
+
+    sources: names of all sources of the stream, the same in each of its batches.
+    targets: int64 [sources], supervised tokens of each in this batch.
+    where: the place of document s for people, such as "ultrachat: train-0.parquet row 5".
+    """
+
+    sources: tuple[str, ...]
+    targets: NDArray[np.int64]
+    where: Callable[[int], str]
+
+    @classmethod
+    def join(cls, origins: Sequence[Origin], documents: Sequence[int]) -> Origin:
+        """Of batches that become one, of so many documents each."""
+        ends = list(itertools.accumulate(documents))
+        targets = np.sum([origin.targets for origin in origins], axis=0)
+        return cls(origins[0].sources, targets, partial(_place, list(origins), ends))
+
+
+def _place(origins: list[Origin], ends: list[int], document: int) -> str:
+    number = bisect_right(ends, document)
+    return origins[number].where(document - (ends[number - 1] if number else 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +57,7 @@ class PackedBatch:
         block_types: uint8 [1, T]; BlockType of the token to predict, so that it goes with `labels`. A
             document's last token predicts nothing and carries its own type.
         capacity: tokens the row could have held.
+        origin: where the documents are from, as far as that is known.
 
     Raises:
         ValueError: shapes or dtypes that differ from the above, or boundaries that do not start at 0, rise
@@ -38,6 +69,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     block_types: Tensor
     capacity: int
+    origin: Origin | None = None
     supervised_tokens: int = field(init=False)
     """Labels that are not -100; a plain number, known without asking the device."""
 
@@ -113,9 +145,28 @@ class PackedBatch:
             block_types=spread(self.block_types, 0),
         )
 
+    @classmethod
+    def join(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
+        """Several rows one after another in a single one, with the documents and the capacity of all."""
+        if len(batches) == 1:
+            return batches[0]
+        starts = itertools.accumulate((batch.tokens for batch in batches[:-1]), initial=0)
+        origins = [batch.origin for batch in batches if batch.origin is not None]
+        bounds = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=True)]
+        return cls(
+            input_ids=torch.cat([batch.input_ids for batch in batches], 1),
+            labels=torch.cat([batch.labels for batch in batches], 1),
+            cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *bounds]),
+            block_types=torch.cat([batch.block_types for batch in batches], 1),
+            capacity=sum(batch.capacity for batch in batches),
+            origin=None
+            if len(origins) < len(batches)
+            else Origin.join(origins, [batch.documents for batch in batches]),
+        )
+
     def unsupervised(self) -> PackedBatch:
         """The same tokens with nothing to learn or to measure: adds nothing to any sum."""
-        return replace(self, labels=torch.full_like(self.labels, IGNORE))
+        return replace(self, labels=torch.full_like(self.labels, IGNORE), origin=None)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on a device; copies from pinned memory do not block."""
@@ -161,13 +212,19 @@ class PaddedBatch:
         return f"PaddedBatch({rows} documents of at most {length:,} tokens, fill {share:.1%}, {self.input_ids.device})"
 
 
-def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capacity: int | None = None) -> PackedBatch:
+def pack(
+    examples: Sequence[Example],
+    indices: Iterable[int] | None = None,
+    capacity: int | None = None,
+    origin: Origin | None = None,
+) -> PackedBatch:
     """Lay documents one after another.
 
     Args:
         examples: compiled documents.
         indices: which of them, in this order; all where absent.
         capacity: tokens the row may hold; exactly as many as there are where absent.
+        origin: where they are from.
 
     Raises:
         ValueError: no documents, or more tokens than the capacity.
@@ -194,6 +251,7 @@ def pack(examples: Sequence[Example], indices: Iterable[int] | None = None, capa
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         block_types=torch.from_numpy(targets)[None],
         capacity=ids.size if capacity is None else capacity,
+        origin=origin,
     )
 
 
@@ -206,6 +264,7 @@ def cut(
     supervised: np.ndarray,
     bounds: np.ndarray,
     capacity: int,
+    origins: Sequence[Origin | None],
 ) -> list[PackedBatch]:
     """Packs that are laid out one behind another, as batches that are views of the same memory.
 
@@ -217,6 +276,7 @@ def cut(
         lengths, supervised: int64 [documents], tokens of each document, and labels that are not -100.
         bounds: int64 [packs + 1], ascending from 0: the documents of each pack.
         capacity: tokens of a pack.
+        origins: of each pack.
 
     Raises:
         ValueError: more tokens in a pack than the capacity, or a label at a document's last token.
@@ -238,7 +298,7 @@ def cut(
     boundaries = cu_seqlens.split((np.diff(bounds) + 1).tolist())
     counts = np.add.reduceat(supervised, bounds[:-1]).tolist()
     batches = []
-    for input_ids, targets, kinds, boundary, count in zip(*rows, boundaries, counts, strict=True):
+    for input_ids, targets, kinds, boundary, count, origin in zip(*rows, boundaries, counts, origins, strict=True):
         batch = object.__new__(PackedBatch)
         batch.__dict__.update(
             input_ids=input_ids,
@@ -247,6 +307,7 @@ def cut(
             block_types=kinds,
             capacity=capacity,
             supervised_tokens=count,
+            origin=origin,
         )
         batches.append(batch)
     return batches

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,9 @@ import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from smi.data.batch import PackedBatch, pack
+from smi.data.batch import Origin, PackedBatch, pack
 from smi.data.describe import Description, Facts
-from smi.data.loader import FixedBatches, Prefetch, TrainLoader
+from smi.data.loader import Clock, FixedBatches, Prefetch, TrainLoader
 from smi.data.mixing import OnEpoch, PreparedTraining
 from smi.data.order import Corpus, Place, Shuffle
 from smi.data.packing import pack_windows
@@ -42,7 +43,7 @@ from smi.data.pipeline import (
 )
 from smi.data.prepared import PreparedSource
 from smi.data.shards import identities
-from smi.data.sources import SourceSpec, find_files
+from smi.data.sources import Location, SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.payloads import dumps
 from smi.protocol.render import Preview
@@ -73,10 +74,11 @@ class SMIDataModule(LightningDataModule):
         window: documents gathered for shuffling and packing.
         seed: of the training order.
         accumulate: micro-batches of an optimizer step, per rank.
+        micro_batch: packs of a micro-batch; which packs make a step does not depend on how they are shared out.
         start: micro-batches at the head of the stream to leave out, per rank; for a run that goes on from the
             weights of another one alone.
         workers: threads that read ahead, where all of `train` is prepared; the order does not depend on them.
-        on_change: what a checkpoint of another seed, window, pack length, accumulation or number of ranks meets.
+        on_change: what a checkpoint of another seed, window, pack length or number of packs a step meets.
             "refuse" names what differs; "continue" goes on with exactly the documents that its epoch has left.
 
     Raises:
@@ -99,6 +101,7 @@ class SMIDataModule(LightningDataModule):
         window: int = 512,
         seed: int = 0,
         accumulate: int = 1,
+        micro_batch: int = 1,
         start: int = 0,
         workers: int = 2,
         on_change: str = "refuse",
@@ -110,6 +113,7 @@ class SMIDataModule(LightningDataModule):
         for name, value, least in (
             ("steps", steps, 1),
             ("accumulate", accumulate, 1),
+            ("micro_batch", micro_batch, 1),
             ("window", window, 1),
             ("val_batches", val_batches, 1),
             ("start", start, 0),
@@ -140,6 +144,7 @@ class SMIDataModule(LightningDataModule):
         self.window = window
         self.seed = seed
         self.accumulate = accumulate
+        self.micro_batch = micro_batch
         self.start = start
         self.workers = workers
         self.on_change = on_change
@@ -150,6 +155,8 @@ class SMIDataModule(LightningDataModule):
         self._contents: dict[str, list[Any]] = {}
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
         self._mixture: PreparedTraining | None = None
+        self.clock = Clock()
+        """What loading the training stream took."""
         # iterators in use, by the loaders; they hold the threads
         self.live: weakref.WeakSet[Prefetch[PackedBatch]] = weakref.WeakSet()
 
@@ -275,10 +282,12 @@ class SMIDataModule(LightningDataModule):
         if self.prepared:
             mixture = self._prepared()
             self.account = account = RowAccount()
-            return mixture.batches(place, rank, world_size, account, on_epoch)
-        on_epoch(0, 0)
-        packs = itertools.islice(self.packs(), place.packs + rank, None, world_size)
-        return (self.batch(members) for members in packs)
+            packs = mixture.batches(place, rank, world_size, account, on_epoch)
+        else:
+            on_epoch(0, 0)
+            chosen = itertools.islice(self.packs(), place.packs + rank, None, world_size)
+            packs = (self.batch(members) for members in chosen)
+        return (PackedBatch.join(some) for some in _groups(packs, self.micro_batch))
 
     def packs(self) -> Iterator[list[Document]]:
         """The documents of each pack of the training stream, from its beginning and without end.
@@ -397,7 +406,16 @@ class SMIDataModule(LightningDataModule):
         return [self.batch(members) for members in chosen], marks
 
     def batch(self, members: list[Document]) -> PackedBatch:
-        return pack([document.example for document in members], capacity=self.pack_length)
+        return pack([document.example for document in members], capacity=self.pack_length, origin=self._origin(members))
+
+    def _origin(self, members: list[Document]) -> Origin:
+        # held-out documents may be from sources of their own
+        sources = [*self.train_sources, *(self.val_sources or ())]
+        names = tuple(dict.fromkeys(source.name for source in sources))
+        targets = np.zeros(len(names), np.int64)
+        for document in members:
+            targets[names.index(document.where.source)] += document.targets
+        return Origin(names, targets, partial(_place, [document.where for document in members]))
 
     def settings(self, world_size: int) -> dict[str, Any]:
         """What the order of batches depends on, as plain values."""
@@ -422,6 +440,7 @@ class SMIDataModule(LightningDataModule):
             "max_length": self.max_length,
             **vars(self.shuffle),
             "accumulate": self.accumulate,
+            "micro_batch": self.micro_batch,
             "start": self.start,
             "world_size": world_size,
         }
@@ -442,6 +461,10 @@ class SMIDataModule(LightningDataModule):
         return trainer if trainer.state.status == TrainerStatus.RUNNING else None
 
 
+def _place(places: list[Location], document: int) -> str:
+    return str(places[document])
+
+
 def _as_list(sources: AnySource | Sequence[AnySource]) -> list[AnySource]:
     return list(sources) if isinstance(sources, Sequence) else [sources]
 
@@ -449,6 +472,12 @@ def _as_list(sources: AnySource | Sequence[AnySource]) -> list[AnySource]:
 def _by_content(sources: Sequence[AnySource]) -> set[str]:
     """The sources whose held-out share is chosen by content; the others hold out rows of their own."""
     return {source.name for source in sources if isinstance(source, SourceSpec | DocumentSource)}
+
+
+def _groups(packs: Iterator[PackedBatch], size: int) -> Iterator[list[PackedBatch]]:
+    """`size` packs at a time, without end."""
+    while True:
+        yield list(itertools.islice(packs, size))
 
 
 def _digest(value: Any) -> str:

@@ -14,11 +14,13 @@ way are compiled again.
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from smi.data.order import Place, Shuffle
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from smi.data.batch import PackedBatch
     from smi.data.datamodule import SMIDataModule
 
-# how the stream is dealt out, which changes nothing of its order
-SHARING = ("accumulate", "world_size")
+# how the stream is dealt out, which changes nothing of its order; their product is the packs of a step
+SHARING = ("accumulate", "micro_batch", "world_size")
 # batches that the thread runs ahead
 PREFETCH = 4
 
@@ -64,7 +66,7 @@ class TrainLoader:
         saved = self._saved
         if trainer is None:
             rank, world_size, pin = 0, 1, False
-            first = 0 if saved is None else saved["batches"]
+            first = 0 if saved is None else self._handed_out
         elif getattr(trainer.fit_loop, "_combined_loader_states_to_load", None):
             # lightning only tries whether this can be iterated over, and loads the state after that
             return iter(())
@@ -78,7 +80,7 @@ class TrainLoader:
         if saved is not None and trainer is not None:
             since = first - saved["batches"] // saved["settings"]["accumulate"] * data.accumulate
         place = self._begin(first, world_size)
-        place = replace(place, packs=place.packs + since * world_size)
+        place = replace(place, packs=place.packs + since * world_size * data.micro_batch)
         # a trainer counts its steps itself; alone, a loaded state is used once
         if trainer is None:
             self._saved = None
@@ -89,7 +91,7 @@ class TrainLoader:
             batches = itertools.islice(batches, max(0, len(self) - first))
         if pin:
             batches = (batch.pin_memory() for batch in batches)
-        prefetch = Prefetch(batches, PREFETCH, self._count)
+        prefetch = Prefetch(batches, PREFETCH, self._count, data.clock)
         data.live.add(prefetch)
         return prefetch
 
@@ -97,7 +99,7 @@ class TrainLoader:
         """The place that was loaded, under today's settings; without one, that after `first` batches a rank."""
         data, saved = self._data, self._saved
         if saved is None:
-            return Place(0, (data.start + first) * world_size)
+            return Place(0, (data.start + first) * world_size * data.micro_batch)
         place, settings = Place.from_dict(saved["place"]), saved["settings"]
         before = Shuffle(*(settings[name] for name in ("seed", "window", "pack_length")))
         if before != data.shuffle:
@@ -115,7 +117,7 @@ class TrainLoader:
         if self._place is None:
             place = self._begin(batches, world_size)
         else:
-            packs = self._place.packs + (batches - self._first) * world_size
+            packs = self._place.packs + (batches - self._first) * world_size * data.micro_batch
             epoch, before = max((entry for entry in self._epochs if entry[1] <= packs), default=(self._place.epoch, 0))
             place = Place(epoch, packs - before, self._place.legs if epoch == self._place.epoch else ())
         return {"batches": batches, "place": place.to_dict(), "settings": data.settings(world_size)}
@@ -125,6 +127,9 @@ class TrainLoader:
         data = self._data
         now, then = data.settings(self._world_size()), state_dict["settings"]
         changed = {key: (then.get(key), now.get(key)) for key in (*then, *now) if then.get(key) != now.get(key)}
+        if math.prod(now[name] for name in SHARING) == math.prod(then[name] for name in SHARING):
+            # the same packs make a step, whoever takes them
+            changed = {key: values for key, values in changed.items() if key not in SHARING}
         # the order of a stream that is not prepared is known by going through it only
         free = SHARING if not data.prepared else (*SHARING, *vars(data.shuffle))
         fixed = [key for key in changed if key not in free]
@@ -138,7 +143,7 @@ class TrainLoader:
             )
             raise ValueError(f"the checkpoint belongs to another order of batches: {named}. {hint}")
         self._saved = state_dict
-        self._handed_out = state_dict["batches"]
+        self._handed_out = state_dict["batches"] * data.accumulate // then["accumulate"]
         self._place = None
 
     def _world_size(self) -> int:
@@ -187,6 +192,18 @@ def _consumed(trainer: Trainer, accumulate: int, then: int) -> int:
     return consumed
 
 
+@dataclass
+class Clock:
+    """What a stream took so far.
+
+    items: made by the thread. working: seconds that it was at them. waited: seconds that its reader waited for it.
+    """
+
+    items: int = 0
+    working: float = 0.0
+    waited: float = 0.0
+
+
 class Prefetch(Generic[T]):
     """Runs an iterator in a thread, a few items ahead. What it raises is raised here, in its turn.
 
@@ -194,11 +211,13 @@ class Prefetch(Generic[T]):
     waited for at once.
     """
 
-    def __init__(self, items: Iterator[T], depth: int, on_item: Callable[[], None]) -> None:
+    def __init__(self, items: Iterator[T], depth: int, on_item: Callable[[], None], clock: Clock | None = None) -> None:
         ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         stop = threading.Event()
         # the thread knows the queue and the event, not this object, which could not be collected otherwise
-        thread = threading.Thread(target=_run, args=(items, ready, stop), name="smi-prefetch", daemon=True)
+        self._clock = clock or Clock()
+        arguments = (items, ready, stop, self._clock)
+        thread = threading.Thread(target=_run, args=arguments, name="smi-prefetch", daemon=True)
         self._ready = ready
         self._on_item = on_item
         self._finish = weakref.finalize(self, _stop, thread, ready, stop)
@@ -213,7 +232,9 @@ class Prefetch(Generic[T]):
     def __next__(self) -> T:
         if not self._finish.alive:
             raise StopIteration
+        since = time.perf_counter()
         kind, value = self._ready.get() if self._head is None else self._head
+        self._clock.waited += time.perf_counter() - since
         self._head = None
         if kind == "item":
             self._on_item()
@@ -232,12 +253,16 @@ class Prefetch(Generic[T]):
         self._finish()
 
 
-def _run(items: Iterator[Any], ready: queue.Queue[tuple[str, Any]], stop: threading.Event) -> None:
+def _run(items: Iterator[Any], ready: queue.Queue[tuple[str, Any]], stop: threading.Event, clock: Clock) -> None:
     try:
+        since = time.perf_counter()
         for item in items:
+            clock.items += 1
+            clock.working += time.perf_counter() - since
             if stop.is_set():
                 return
             ready.put(("item", item))
+            since = time.perf_counter()
         ready.put(("end", None))
     except BaseException as error:
         ready.put(("error", error))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from smi.data.packing import pack_order, permutation
 from smi.data.prepared import PreparedSource
-from smi.data.sources import Block
+from smi.data.sources import Block, Location
 
 
 class Corpus:
@@ -77,6 +77,14 @@ class Corpus:
     def sources_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The source of each document."""
         return np.searchsorted(self.source_starts, documents, side="right") - 1
+
+    def where(self, document: int) -> Location:
+        """The place of a document."""
+        number = np.array([document])
+        group, source = int(self.groups_of(number)[0]), int(self.sources_of(number)[0])
+        block = self.groups[group]
+        assert isinstance(block.path, Path)
+        return Location(self.sources[source].name, block.path.name, block, document - int(self.group_starts[group]))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,10 @@ from numpy.typing import NDArray
 from smi.data.order import Corpus, Window
 from smi.data.pipeline import Document
 from smi.data.shards import examples
-from smi.data.sources import Block, Location
+from smi.data.sources import Block
 
 if TYPE_CHECKING:
-    from smi.data.batch import PackedBatch
+    from smi.data.batch import Origin, PackedBatch
 
 
 # packs that share memory: few enough for the allocator to use the same memory again and again
@@ -120,8 +121,7 @@ def read_documents(corpus: Corpus, window: Window) -> Iterator[list[Document]]:
         all_examples = examples(rows.to_batches()[0])
         for document in window.members[group_of == number].tolist():
             row = document - int(corpus.group_starts[number])
-            where = Location(corpus.sources[int(corpus.sources_of(document))].name, block.path.name, block, row)
-            found[document] = Document(all_examples[row], marks[row], where)
+            found[document] = Document(all_examples[row], marks[row], corpus.where(document))
     for start, end in pairwise(window.bounds.tolist()):
         yield [found[document] for document in window.members[start:end].tolist()]
 
@@ -167,4 +167,31 @@ def _lay_out(corpus: Corpus, window: Window, groups: dict[int, Future[RowGroup]]
             raise ValueError(
                 f"{block.path}, row {wrong} of row group {block.start}: its columns disagree on its length"
             )
-    return cut(ids, labels, types, lengths=lengths, supervised=supervised, bounds=window.bounds, capacity=capacity)
+    return cut(
+        ids,
+        labels,
+        types,
+        lengths=lengths,
+        supervised=supervised,
+        bounds=window.bounds,
+        capacity=capacity,
+        origins=_origins(corpus, window, supervised),
+    )
+
+
+def _origins(corpus: Corpus, window: Window, supervised: NDArray[np.int64]) -> list[Origin]:
+    """Of each pack of a window; `supervised`: int64 [members]."""
+    from smi.data.batch import Origin
+
+    names = tuple(source.name for source in corpus.sources)
+    packs = window.bounds.size - 1
+    places = np.repeat(np.arange(packs), np.diff(window.bounds)) * len(names) + corpus.sources_of(window.members)
+    targets = np.bincount(places, supervised, packs * len(names)).astype(np.int64).reshape(packs, len(names))
+    return [
+        Origin(names, row, partial(_place, corpus, window.members[start:end]))
+        for row, (start, end) in zip(targets, pairwise(window.bounds.tolist()), strict=True)
+    ]
+
+
+def _place(corpus: Corpus, members: NDArray[np.int64], document: int) -> str:
+    return str(corpus.where(int(members[document])))

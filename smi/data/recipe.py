@@ -7,13 +7,16 @@ from dataclasses import fields
 
 from hydra import compose, initialize_config_dir
 
-from smi.composing import check_override, config_dir, judge, register
+from smi.composing import config_dir, judge, register
 from smi.config import Config, DataConfig, source_options
 from smi.data.datamodule import SMIDataModule
 from smi.data.pipeline import AnySource
 from smi.data.prepared import PrecompiledSource, open_mixture
 from smi.data.sources import SourceSpec
 from smi.data.synthetic import SyntheticTools
+from smi.hardware import split_batch
+from smi.origins import trace
+from smi.overrides import check_override
 from smi.tokenizer import Tokenizer, load_tokenizer
 
 # settings of `data` that only one kind of data reads, and the group that chooses it
@@ -25,7 +28,6 @@ _READ_BY = {
     "mixture": "mixture",
     "mirror": "mixture",
     "source": "mixture",
-    "workers": "mixture",
 }
 _GROUP = {"synthetic": "data=synthetic", "files": "data=messages", "mixture": "data=pilot"}
 
@@ -35,11 +37,10 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Config:
 
     Raises ValueError for a recipe or a setting that does not exist, and whatever else does not fit.
     """
-    for override in overrides:
-        check_override(override)
     register()
+    overrides = [f"+recipe={name}", "paths.run_dir=.", *map(check_override, overrides)]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return judge(compose("train", overrides=[f"+recipe={name}", "paths.run_dir=.", *overrides]))
+        return judge(compose("train", overrides=overrides), trace("train", overrides))
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
@@ -69,6 +70,7 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         if several := [name for name, source in data.source.items() if source.epochs != 1]:
             raise ValueError(f"data.source.{several[0]}.epochs is read by python -m smi.prepare: prepare the mixture")
         train = [SourceSpec(name, **source_options(source)) for name, source in data.source.items()]
+    split = split_batch(config)
     return SMIDataModule(
         tokenizer,
         train,
@@ -81,8 +83,9 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         window=data.window,
         seed=config.seed,
         steps=config.trainer.max_steps,
-        accumulate=config.trainer.accumulate,
-        workers=data.workers,
+        accumulate=split.accumulate,
+        micro_batch=split.micro_batch,
+        workers=config.hardware.workers,
         on_change=data.on_change,
     )
 

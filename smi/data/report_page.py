@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
-from typing import Any
 
+from smi import pages
 from smi.data.manifest import Manifest
 from smi.data.reasons import describe
 from smi.data.report import Contents, Packing, rejections, samples, totals
+from smi.pages import picture, table
 
 # characters of an example's detail
 DETAIL = 300
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem }
-table { border-collapse: collapse; width: 100%; font-size: 14px }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }
-th.n, td.n { text-align: right; font-variant-numeric: tabular-nums }
-td { overflow-wrap: anywhere } td.n { white-space: nowrap }
-img { max-width: 100% } .short { color: #a00 } code { font-size: 13px }
-"""
 
 
 def page(
@@ -29,53 +20,30 @@ def page(
 ) -> str:
     """The whole page. `images`: PNG files by name."""
 
-    def picture(name: str, says: str) -> str:
-        if name not in images:
-            return ""
-        data = b64encode(images[name]).decode()
-        return f'<img alt="{escape(says)}" src="data:image/png;base64,{data}">'
+    def drawn(name: str, says: str) -> str:
+        return picture(images[name], says) if name in images else ""
 
     parts = [
         "<h1>Mixture</h1>",
         f"<p>{_headline(manifest)}</p>",
         "<h2>Composition</h2>",
-        picture("composition", "tokens by source and block type, letters by script"),
+        drawn("composition", "tokens by source and block type, letters by script"),
         _scripts(contents),
         "<h2>Lengths and packing</h2>",
-        picture("lengths", "histogram of the lengths of conversations"),
+        drawn("lengths", "histogram of the lengths of conversations"),
         f"<p>{_packing(packing)}</p>",
         "<h2>Quotas</h2>",
-        picture("quotas", "what was taken as a share of each quota"),
+        drawn("quotas", "what was taken as a share of each quota"),
         _accounts(manifest),
         "<h2>Rows left out</h2>",
-        picture("rejections", "rows left out by reason and source"),
+        drawn("rejections", "rows left out by reason and source"),
         _rejected(manifest),
         "<h2>Licences and attribution</h2>",
         _licences(manifest),
         "<h2>Made with</h2>",
         _settings(manifest),
     ]
-    body = "\n".join(part for part in parts if part)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Mixture</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Whole numbers stand right, everything else is text."""
-    rows = list(rows)
-    numbers = [all(isinstance(row[i], int) for row in rows) and bool(rows) for i in range(len(head))]
-    classes = [' class="n"' if number else "" for number in numbers]
-    titles = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(classes, head, strict=True))
-    lines = [
-        "".join(
-            f"<td{kind}>{f'{cell:,}' if isinstance(cell, int) else escape(str(cell))}</td>"
-            for kind, cell in zip(classes, row, strict=True)
-        )
-        for row in rows
-    ]
-    return f"<table>\n<tr>{titles}</tr>\n" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
+    return pages.page("Mixture", parts)
 
 
 def _headline(manifest: Manifest) -> str:
@@ -97,7 +65,7 @@ def _scripts(contents: Mapping[str, Contents]) -> str:
         if letters:
             shares = ", ".join(f"{name} {count / letters:.2%}" for name, count in content.scripts.items())
             rows.append((source, letters, shares))
-    return _table(("source", "letters", "scripts"), rows)
+    return table(("source", "letters", "scripts"), rows)
 
 
 def _packing(packing: Packing | None) -> str:
@@ -111,7 +79,7 @@ def _packing(packing: Packing | None) -> str:
 
 def _accounts(manifest: Manifest) -> str:
     head = ("source", "rows in", "accepted", "left out", "tokens", "supervised", "quota", "short by", "epochs")
-    return _table(
+    return table(
         head,
         (
             (
@@ -134,7 +102,7 @@ def _rejected(manifest: Manifest) -> str:
     found = rejections(manifest)
     if not found:
         return "<p>None.</p>"
-    counts = _table(
+    counts = table(
         ("reason", "what it means", "rows", "sources"),
         (
             (
@@ -146,7 +114,7 @@ def _rejected(manifest: Manifest) -> str:
             for reason, sources in found.items()
         ),
     )
-    examples = _table(
+    examples = table(
         ("reason", "source", "file", "row", "what was found"),
         (
             (reason, source, sample["file"], sample["row"], _shortened(sample["detail"]))
@@ -167,7 +135,7 @@ def _shortened(text: str) -> str:
 
 
 def _licences(manifest: Manifest) -> str:
-    return _table(
+    return table(
         ("source", "dataset", "revision", "licence", "files"),
         (
             (
@@ -194,4 +162,4 @@ def _settings(manifest: Manifest) -> str:
         ("held out", ", ".join(file["file"] for file in settings["held_out"]) or "nothing"),
         ("versions", ", ".join(f"{name} {version}" for name, version in settings["versions"].items())),
     ]
-    return _table(("setting", "value"), rows)
+    return table(("setting", "value"), rows)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from smi.data.manifest import Manifest
 from smi.data.report import Contents, rejections
+from smi.pages import RC, WIDTH, png
 from smi.protocol.tokens import BlockType
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 9.0
-DPI = 110
 BINS = 48
 # scripts that get a bar of their own; the others share one
 SCRIPTS = 12
@@ -28,14 +26,14 @@ def plots(manifest: Manifest, contents: Mapping[str, Contents]) -> dict[str, byt
     # imported here: nothing else needs it, and it takes a second
     import matplotlib as mpl
 
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}):
+    with mpl.rc_context(RC):
         drawn = {
             "composition": _composition(manifest, contents),
             "lengths": _lengths(contents),
             "rejections": _rejections(manifest),
             "quotas": _quotas(manifest),
         }
-        return {name: _png(figure) for name, figure in drawn.items() if figure is not None}
+        return {name: png(figure) for name, figure in drawn.items() if figure is not None}
 
 
 def _figure(rows: Sequence[int]) -> tuple[Figure, list[Axes]]:
@@ -46,13 +44,6 @@ def _figure(rows: Sequence[int]) -> tuple[Figure, list[Axes]]:
     figure = Figure((WIDTH, sum(heights)), layout="constrained")
     grid = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     return figure, [axes for (axes,) in grid]
-
-
-def _png(figure: Figure) -> bytes:
-    image = BytesIO()
-    # without the library's version, so that equal pictures are equal files
-    figure.savefig(image, format="png", dpi=DPI, metadata={"Software": None})
-    return image.getvalue()
 
 
 def _bars(

@@ -117,6 +117,13 @@ def load_pretrained(
     return model.eval()
 
 
+def is_on_hub(source: str | os.PathLike) -> bool:
+    """Whether a checkpoint's name is a hub id: nothing that is here, and of the form "owner/name"."""
+    path = Path(source)
+    named = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and path.suffix not in (".pth", ".safetensors", ".json")
+    return bool(named) and not path.exists()
+
+
 def _local(source: str | os.PathLike, revision: str | None) -> Path:
     """The path of `source` here, fetched from the hub if need be."""
     path = Path(source)
@@ -124,7 +131,7 @@ def _local(source: str | os.PathLike, revision: str | None) -> Path:
         if revision is not None:
             raise CheckpointError(f"{source} is a path, which has no revisions: revision {revision} means nothing here")
         return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or path.suffix in (".pth", ".safetensors", ".json"):
+    if not is_on_hub(source):
         raise CheckpointError(f"no checkpoint at {source}: give a file, a directory, or a hub id owner/name")
     here = f"there is no directory {source} here, and the hub"
     try:

@@ -15,7 +15,7 @@ from smi.protocol.codec import Example
 from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.json_text import loads
 from smi.protocol.payloads import parse_act
-from smi.protocol.stream import Block, ProtocolError, Stream
+from smi.protocol.stream import Block, Payload, ProtocolError, Stream
 from smi.protocol.tokens import BlockType, Side
 from smi.runtime.grammar import Limits
 from smi.runtime.session import Runtime, Session
@@ -239,6 +239,19 @@ def _hidden(model: RWKV7ForCausalLM, row: list[Example]) -> Tensor:
     return torch.cat(parts)
 
 
+VERDICTS = ("unreadable", "undeclared", "invalid arguments", "valid")
+"""How far an action gets: no JSON in the protocol's envelope, no declared tool, arguments that do not fit, or all."""
+
+
+def judge_action(payload: Payload, tools: list, actions: list | None = None) -> str:
+    """One of VERDICTS for the payload of an ACT block; `tools` and `actions` as for `parse_act`."""
+    try:
+        parse_act(payload, tools, actions)
+    except ProtocolError as error:
+        return VERDICTS[{"arguments": 2, "undeclared_tool": 1, "undeclared_action": 1}.get(error.reason, 0)]
+    return VERDICTS[3]
+
+
 def _score(
     scores: ActionScores, reply: Reply, truth: tuple[Block, ...], tools: list, actions: list | None = None
 ) -> None:
@@ -257,11 +270,7 @@ def _score(
     for i, payload in enumerate(acts):
         if payload is None:
             continue
-        reached = 3
-        try:
-            parse_act(payload, tools, actions)
-        except ProtocolError as error:
-            reached = {"arguments": 2, "undeclared_tool": 1, "undeclared_action": 1}.get(error.reason, 0)
+        reached = VERDICTS.index(judge_action(payload, tools, actions))
         scores.parsed += reached >= 1
         scores.declared += reached >= 2
         scores.valid += reached >= 3

@@ -1,129 +1,35 @@
-"""What a person sees of a run, and what is measured of its speed."""
+"""What a run does beside training, as a config asks for it."""
 
-import time
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.callbacks import EarlyStopping
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from smi.data.batch import PackedBatch
-from smi.training.checkpoint import list_checkpoints
-
-# seconds between the lines of a run whose output is no terminal
-LINE_EVERY = 10.0
+from smi.config import Config
+from smi.training.lr_finder import LRFinder
+from smi.training.progress import ProgressReport
+from smi.training.report import WriteReport
+from smi.training.samples import Samples
+from smi.training.stopping import StopOnSigterm
+from smi.training.throughput import Throughput
 
 
-class ProgressReport(L.Callback):
-    """Loss, tokens a second and the time left: a bar in a terminal, a line now and then elsewhere.
-
-    Tokens are counted, not assumed: rows are packed and differ in length. Logs ``speed/tokens_per_s`` and
-    ``speed/supervised_per_s``, over the time since they were last logged, validation excluded.
-    """
-
-    def __init__(self, console: Console, log_every: int, run_dir: Path):
-        self.console = console
-        self.run_dir = run_dir
-        self.log_every = log_every
-        self._bar: Progress | None = None
-        self._restart_clock()
-
-    def _restart_clock(self) -> None:
-        self._tokens = self._supervised = 0
-        self._since = time.monotonic()
-        self._paused = 0.0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero and self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, figures="")
-        self._begin, self._first_step = time.monotonic(), trainer.global_step
-        self._last_line = time.monotonic()
-        self._last_step = trainer.global_step
-        self._restart_clock()
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs,
-        batch: PackedBatch,
-        batch_idx: int,
-    ) -> None:
-        self._tokens += batch.tokens
-        self._supervised += batch.supervised_tokens
-        if trainer.global_step == self._last_step:
-            return
-        self._last_step = step = trainer.global_step
-        seconds = max(time.monotonic() - self._since - self._paused, 1e-9)
-        rate = self._tokens * trainer.world_size / seconds
-        figures = f"loss {trainer.callback_metrics['train/loss']:.3f}  {rate:,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=figures)
-        elif trainer.is_global_zero and (
-            time.monotonic() - self._last_line >= LINE_EVERY or step in (self._first_step + 1, trainer.max_steps)
-        ):
-            self._last_line = time.monotonic()
-            left = (time.monotonic() - self._begin) / (step - self._first_step) * (trainer.max_steps - step)
-            minutes, rest = divmod(round(left), 60)
-            self.console.print(
-                f"step {step}/{trainer.max_steps}  {figures}  {minutes}:{rest:02d} left", highlight=False
-            )
-        if step % self.log_every == 0:
-            pl_module.log("speed/tokens_per_s", rate)
-            pl_module.log("speed/supervised_per_s", self._supervised * trainer.world_size / seconds)
-            self._restart_clock()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validating_since = time.monotonic()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._paused += time.monotonic() - self._validating_since
-        if trainer.is_global_zero and not trainer.sanity_checking:
-            metrics = trainer.callback_metrics
-            self.console.print(
-                f"step {trainer.global_step}: validation loss {metrics['val/loss']:.3f}, "
-                f"accuracy {metrics['val/accuracy']:.1%}",
-                highlight=False,
-            )
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._stop()
-        if trainer.is_global_zero and isinstance(exception, KeyboardInterrupt | SIGTERMException):
-            saved = list_checkpoints(self.run_dir / "checkpoints")
-            rest = (
-                f"the same command with paths.run_dir={self.run_dir} resume=auto goes on from {saved[-1].name}"
-                if saved
-                else "there is no checkpoint yet"
-            )
-            self.console.print(
-                f"stopped in step {trainer.global_step + 1}; {rest}",
-                highlight=False,
-                soft_wrap=True,
-            )
+def build_callbacks(config: Config, console: Console) -> list[L.Callback]:
+    """In the order that they need: each adds to the figures that the next may show."""
+    run_dir, chosen = Path(config.paths.run_dir), config.callbacks
+    found: list[L.Callback] = [
+        StopOnSigterm(),
+        Throughput(config.hardware.peak_tflops),
+        ProgressReport(console, run_dir),
+        WriteReport(run_dir),
+    ]
+    if chosen.samples is not None:
+        found.append(Samples(chosen.samples, run_dir))
+    if (stop := chosen.early_stopping) is not None:
+        found.append(
+            EarlyStopping(stop.monitor, mode=stop.mode, patience=stop.patience, min_delta=stop.min_delta, verbose=True)
+        )
+    if chosen.lr_finder is not None:
+        found.append(LRFinder(chosen.lr_finder))
+    return found

@@ -55,7 +55,17 @@ class Checkpoints(Checkpoint):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         step = trainer.global_step
-        if step != self._saved and (step % self.every == 0 or step == trainer.max_steps):
+        if step % self.every == 0 or step == trainer.max_steps:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # where it ended early
+        self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Saves the step that was finished last, unless that was done; on all ranks together."""
+        step = trainer.global_step
+        if step != self._saved:
             trainer.save_checkpoint(self.folder / f"step-{step}.ckpt")
             self._saved = step
             if trainer.is_global_zero:

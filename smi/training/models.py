@@ -8,7 +8,7 @@ import torch
 
 import smi_kernels
 from smi.config import Config
-from smi.model.checkpoint import load_pretrained
+from smi.model.checkpoint import is_on_hub, load_pretrained
 from smi.model.configuration import RWKV7Config
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.tokens import grow_embeddings
@@ -32,6 +32,28 @@ _SHAPE = (
 )
 
 
+def check_device(config: Config) -> str:
+    """The name of the WKV backend that will run. Raises ValueError where device or backend are not to be had here."""
+    if config.hardware.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("hardware=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here")
+    device = torch.device("cuda" if config.hardware.accelerator == "gpu" else "cpu")
+    dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
+    return smi_kernels.resolve(config.kernel.backend, device, dtype, config.model.head_dim).name
+
+
+def outline_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
+    """The model that `build_model` would give, without memory for its parameters.
+
+    A checkpoint in a path is mapped and held against the config, one on the hub is left there. Raises ValueError.
+    """
+    _check_revision(config)
+    source = config.model.pretrained
+    if source is not None and not is_on_hub(source):
+        check_checkpoint_fits(load_pretrained(source, revision=config.model.revision), config, tokenizer)
+    with torch.device("meta"):
+        return from_scratch(config, tokenizer)
+
+
 def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     """The model of `config.model`, from its checkpoint or from scratch, with a vocabulary for `tokenizer`.
 
@@ -39,14 +61,8 @@ def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
         ValueError: a checkpoint that does not fit, a vocabulary that does not, a kernel or device that is not
             to be had here.
     """
-    if config.hardware.accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("hardware=gpu needs an NVIDIA GPU and a CUDA build of torch: use hardware=cpu here")
-    device = torch.device("cuda" if config.hardware.accelerator == "gpu" else "cpu")
-    dtype = torch.bfloat16 if config.hardware.precision.startswith("bf16") else torch.float32
-    smi_kernels.resolve(config.kernel.backend, device, dtype, config.model.head_dim)
-
-    if config.model.revision and not config.model.pretrained:
-        raise ValueError("model.revision is of model.pretrained, which is not set")
+    check_device(config)
+    _check_revision(config)
     model = from_checkpoint(config, tokenizer) if config.model.pretrained else from_scratch(config, tokenizer)
     model.train()
     model.wkv_backend = config.kernel.backend
@@ -55,8 +71,13 @@ def build_model(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
             model.rwkv7.compile_blocks()
         except RuntimeError as error:
             raise ValueError(f"kernel.compile=true cannot run here: {error}") from error
-    model.rwkv7.gradient_checkpointing = config.model.gradient_checkpointing
+    model.rwkv7.gradient_checkpointing = config.hardware.activation_checkpointing
     return model
+
+
+def _check_revision(config: Config) -> None:
+    if config.model.revision and not config.model.pretrained:
+        raise ValueError("model.revision is of model.pretrained, which is not set")
 
 
 def _rows(tokenizer: Tokenizer) -> int:
@@ -86,7 +107,18 @@ def from_checkpoint(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     source = config.model.pretrained
     assert source is not None
     model = load_pretrained(source, revision=config.model.revision, dtype=torch.float32)
-    found = model.config
+    check_checkpoint_fits(model, config, tokenizer)
+    if model.config.vocab_size < tokenizer.vocab_size:
+        known = model.config.vocab_size
+        grow_embeddings(model, _rows(tokenizer), list(tokenizer.structural.ids), known, config.seed)
+        log.info("the vocabulary grew from %d to %d rows for the structural tokens", known, _rows(tokenizer))
+    return model
+
+
+def check_checkpoint_fits(model: RWKV7ForCausalLM, config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where a checkpoint's model has another shape or vocabulary than the run."""
+    source, found = config.model.pretrained, model.config
+    assert source is not None
     for key in _SHAPE:
         if getattr(found, key) != getattr(config.model, key):
             raise ValueError(
@@ -102,8 +134,3 @@ def from_checkpoint(config: Config, tokenizer: Tokenizer) -> RWKV7ForCausalLM:
     ids = Path(source) / "smi_token_ids.json"
     if ids.is_file() and json.loads(ids.read_text(encoding="utf-8")) != tokenizer.structural.to_dict():
         raise ValueError(f"{ids} has other structural ids than the tokenizer {config.tokenizer.source}")
-    if found.vocab_size < tokenizer.vocab_size:
-        known = found.vocab_size
-        grow_embeddings(model, _rows(tokenizer), list(tokenizer.structural.ids), known, config.seed)
-        log.info("the vocabulary grew from %d to %d rows for the structural tokens", known, _rows(tokenizer))
-    return model

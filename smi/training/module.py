@@ -1,22 +1,27 @@
 """SMIModule: RWKV-7 as a LightningModule that learns from packed SMI streams."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from smi.data.batch import PackedBatch
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.tokens import BlockType
+from smi.training.consumed import Consumed
+from smi.training.guards import explain_gradient, explain_loss
 from smi.training.loss import LossSums, supervised_loss
 from smi.training.memory import keep_freed_memory
 from smi.training.optim import average_and_clip, cosine_with_warmup, parameter_groups
+from smi.training.sharding import shard
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,18 @@ def _added(table: Tensor | None, sums: LossSums) -> Tensor:
     return new if table is None else table + new
 
 
+def _means(stage: str, totals: np.ndarray) -> dict[str, float]:
+    """Loss, accuracy and entropy as means over the tokens: of all, and of each block type that there was."""
+    tokens = totals[0]
+    means: dict[str, float] = {}
+    for name, sums in zip(("loss", "accuracy", "entropy"), totals[1:].tolist(), strict=True):
+        means[f"{stage}/{name}"] = sum(sums) / max(tokens.sum(), 1.0)
+        for kind in BlockType:
+            if tokens[kind]:
+                means[f"{stage}/{name}_{kind.name.lower()}"] = sums[kind] / tokens[kind]
+    return means
+
+
 class SMIModule(L.LightningModule):
     """Trains a model on `PackedBatch`es.
 
@@ -62,7 +79,20 @@ class SMIModule(L.LightningModule):
         self.save_hyperparameters({"optimization": {**asdict(optimization), "betas": list(optimization.betas)}})
         self._step: Tensor | None = None
         self._validation: Tensor | None = None
+        # of the step in progress, for the guards to look at
+        self._batches: list[PackedBatch] = []
         self._tokens = 0.0
+        self.consumed = Consumed()
+        """What went into the weights so far."""
+        self.figures: dict[str, float] = {}
+        """Of the latest optimizer step, over all ranks; callbacks add theirs in `on_train_batch_end`."""
+        self.guarded = True
+        """Whether a loss or a gradient that is not finite stops the run."""
+        self.stepped = False
+        """Whether the latest micro-batch finished an optimizer step."""
+
+    def configure_model(self) -> None:
+        shard(self, self.model.rwkv7.blocks, forward="_loss")
 
     def on_fit_start(self) -> None:
         if self.device.type == "cpu":
@@ -77,23 +107,37 @@ class SMIModule(L.LightningModule):
             hidden, self.model.head.weight, batch.labels, batch.block_types, z_loss=how.z_loss, l2wrap=how.l2wrap
         )
 
+    @property
+    def due(self) -> bool:
+        """Whether the figures of the latest micro-batch are written: those of every so many steps, and of the last."""
+        step, trainer = self.global_step, cast(Any, self.trainer)
+        return self.stepped and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps)
+
+    def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
+        self.stepped = False
+
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         sums = self._loss(batch)
         self._step = _added(self._step, sums)
+        self._batches.append(batch)
         return sums.loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        totals = self._totals(self._step)
+        new = Consumed.of(self._batches)
+        totals, counts = self._totals(self._step, new.to_array())
+        new = new.with_counts(counts)
         self._step = None
         self._tokens = max(totals[0].sum(), 1.0)
-        mean = totals[1].sum() / self._tokens
-        if not math.isfinite(mean):
-            raise FloatingPointError(
-                f"the loss of step {self.global_step + 1} is {mean}: lower optim.lr or check the data"
-            )
-        self._log_totals("train", totals)
-        self.log("train/supervised_tokens", totals[0].sum())
-        self.log("train/lr", optimizer.param_groups[0]["lr"])
+        loss = totals[1].sum() / self._tokens
+        if self.guarded and not math.isfinite(loss):
+            self._stop(f"the loss of step {self.global_step + 1} is {loss}", explain_loss)
+        self.consumed += new
+        self.figures = _means("train", totals)
+        self.figures["train/supervised_tokens"] = new.supervised_tokens
+        self.figures["train/lr"] = optimizer.param_groups[0]["lr"]
+        self.figures |= {f"train/lr_{group['name']}": group["lr"] for group in optimizer.param_groups}
+        self.figures["data/packing"] = new.tokens / new.room
+        self.figures |= self.consumed.figures()
 
     def configure_gradient_clipping(
         self,
@@ -103,32 +147,69 @@ class SMIModule(L.LightningModule):
     ) -> None:
         # lightning has divided each micro-batch's loss by their number, and DDP averages over the ranks
         share = self.trainer.accumulate_grad_batches * self.trainer.world_size / self._tokens
-        self.log("train/grad_norm", average_and_clip(self.model.parameters(), share, gradient_clip_val))
+        norm = float(average_and_clip(self.model.parameters(), share, gradient_clip_val))
+        if self.guarded and not math.isfinite(norm):
+            self._stop(f"the gradient's norm of step {self.global_step + 1} is {norm}", explain_gradient)
+        self.figures["train/grad_norm"] = norm
+        self._batches.clear()
+        self.stepped = True
+
+    def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
+        # after the callbacks', which add figures
+        if self.stepped:
+            self.log_dict(self.figures, logger=False)
+        if self.due:
+            self.record(self.figures)
+
+    def record(self, figures: dict[str, float]) -> None:
+        """One row for each logger, under the number of optimizer steps that were made; rank 0 alone writes."""
+        if self.trainer.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(figures, self.global_step)
+                logger.save()
+
+    def _stop(self, what: str, explain: Callable[..., str]) -> NoReturn:
+        """Before the optimizer has moved a weight: says what is not finite, where it began, and on which documents."""
+        with self.trainer.precision_plugin.forward_context():
+            found = explain(self.model, lambda batch: self._loss(batch).loss, self._batches)
+        if self.trainer.world_size > 1:
+            everywhere: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(everywhere, found)
+            found = "; ".join(f"on rank {rank} {text}" for rank, text in enumerate(everywhere) if text)
+        raise FloatingPointError(
+            f"{what}: {found or 'the same forward pass is finite when made again'}. No weight was changed by this "
+            "step; lower optim.lr, or look at the documents"
+        )
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
         self._validation = _added(self._validation, self._loss(batch))
 
     def on_validation_epoch_end(self) -> None:
-        totals = self._totals(self._validation)
+        totals, _ = self._totals(self._validation, np.zeros(0, np.int64))
         self._validation = None
-        self._log_totals("val", totals)
+        figures = _means("val", totals)
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        self.log_dict(figures, logger=False if fitting else None)
+        if fitting and not self.trainer.sanity_checking:
+            self.record(figures)
 
-    def _log_totals(self, stage: str, totals: np.ndarray) -> None:
-        """Means over the tokens: of all, and of each block type that there was."""
-        tokens = totals[0]
-        for name, sums in zip(("loss", "accuracy", "entropy"), totals[1:], strict=True):
-            self.log(f"{stage}/{name}", sums.sum() / max(tokens.sum(), 1.0), prog_bar=name == "loss")
-            for kind in BlockType:
-                if tokens[kind]:
-                    self.log(f"{stage}/{name}_{kind.name.lower()}", sums[kind] / tokens[kind])
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["consumed"] = self.consumed.to_dict()
 
-    def _totals(self, table: Tensor | None) -> np.ndarray:
-        """The table summed over ranks, float64 [4, types], on the CPU."""
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.consumed = Consumed.from_dict(checkpoint["consumed"])
+
+    def _totals(self, table: Tensor | None, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The table, float64 [4, types], and the counts, int64 [n], summed over ranks, on the CPU."""
+        shape = (4, len(BlockType))
         if table is None:
-            return np.zeros((4, len(BlockType)))
-        if self.trainer.world_size > 1:
-            table = cast(Tensor, self.trainer.strategy.reduce(table, reduce_op="sum"))
-        return table.cpu().numpy()
+            table = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        if self.trainer.world_size == 1:
+            return table.cpu().numpy(), counts
+        # one message for both
+        both = torch.cat([table.flatten(), torch.from_numpy(counts).to(table)])
+        summed = cast(Tensor, self.trainer.strategy.reduce(both, reduce_op="sum")).cpu().numpy()
+        return summed[: table.numel()].reshape(shape), summed[table.numel() :].round().astype(np.int64)
 
     def configure_optimizers(self) -> Any:
         how = self.optimization

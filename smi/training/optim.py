@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from smi.training.sharding import local, whole
+
 # the decay's bias learns at twice the rate of everything else
 DECAY_BIAS = "att.w0"
 
@@ -50,11 +52,11 @@ def average_and_clip(parameters: Iterable[nn.Parameter], share: float, max_norm:
     `share` and before clipping, [].
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients) * share
+    norm = whole(torch.nn.utils.get_total_norm(gradients)) * share
     factor = torch.as_tensor(share, dtype=norm.dtype, device=norm.device)
     if max_norm:
         # as torch.nn.utils.clip_grad_norm_ has it
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm

@@ -11,21 +11,27 @@ from rich.table import Table
 
 from smi.config import Config
 from smi.data.synthetic import SyntheticTools
+from smi.hardware import process_rank, split_batch
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.runtime.evaluation import score_actions
 from smi.tokenizer import Tokenizer
 from smi.training.module import Optimization
+
+log = logging.getLogger("smi")
 
 
 def quiet_libraries() -> None:
     """Leaves the console to what a person training a model wants to read."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    if process_rank():
+        log.setLevel(logging.WARNING)  # the first process has said it
     transformers.utils.logging.disable_progress_bar()
     for message in (
         ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning's own use of torch
         ".*smaller than the logging interval.*",  # short runs are fine
         ".*does not have many workers.*",  # the data module prefetches in a thread
+        ".*It is recommended to use `self.log.*sync_dist=True.*",  # figures are summed over processes before that
         ".*Total length of `list` across ranks is zero.*",  # no validation was asked for
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -45,15 +51,25 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
         f"{shape.num_hidden_layers} layers of {shape.hidden_size}, {start}",
         "tokenizer": f"{config.tokenizer.source}, {tokenizer.vocab_size:,} tokens",
         "data": f"{source}; at most {data.max_length:,} tokens a conversation",
-        "training": f"{run.max_steps:,} steps of {run.accumulate * data.pack_length:,} tokens, "
+        "training": f"{run.max_steps:,} steps of {run.batch_size * data.pack_length:,} tokens, "
         f"peak learning rate {config.optim.lr:g}",
-        "hardware": f"{config.hardware.accelerator}, {config.hardware.precision}, kernel {config.kernel.backend}",
+        "hardware": f"{_hardware(config)}, {config.hardware.precision}, kernel {config.kernel.backend}",
         "run directory": str(config.paths.run_dir),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
+
+
+def _hardware(config: Config) -> str:
+    hardware, split = config.hardware, split_batch(config)
+    name = hardware.accelerator
+    if split.world_size > 1:
+        name = f"{split.world_size} {name} processes ({hardware.strategy})"
+    if config.trainer.batch_size > 1:
+        name += f", each {split.accumulate} x {split.micro_batch} packs a step"
+    return name
 
 
 def optimization(config: Config) -> Optimization:

@@ -1,36 +1,101 @@
 """Lightning's Trainer as a config describes it."""
 
+import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
-from smi.config import Config
-from smi.training.callbacks import ProgressReport
+from smi.config import Config, HardwareConfig
+from smi.hardware import split_batch
+from smi.training.callbacks import build_callbacks
 from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
-from smi.training.loggers import build_logger
+from smi.training.debugging import build_profiler
+from smi.training.loggers import build_loggers
+from smi.training.sharding import sharded_strategy
+
+_ENVIRONMENTS: dict[str, type[ClusterEnvironment]] = {
+    "lightning": LightningEnvironment,
+    "torchrun": TorchElasticEnvironment,
+    "slurm": SLURMEnvironment,
+}
+
+# seconds that the other processes are given to leave by themselves
+LEAVE = 5.0
 
 
 def build_trainer(config: Config, console: Console) -> L.Trainer:
     """The trainer, with its logger, its checkpoints and what it shows on `console`."""
-    run_dir = Path(config.paths.run_dir)
+    run_dir, hardware = Path(config.paths.run_dir), config.hardware
+    accumulate = split_batch(config).accumulate
     return L.Trainer(
-        accelerator=config.hardware.accelerator,
-        devices=1,
-        precision=config.hardware.precision,  # type: ignore[arg-type]
+        accelerator=hardware.accelerator,
+        devices=hardware.devices,
+        num_nodes=hardware.nodes,
+        strategy=_strategy(hardware),
+        precision=hardware.precision,  # type: ignore[arg-type]
         max_steps=config.trainer.max_steps,
-        accumulate_grad_batches=config.trainer.accumulate,
+        accumulate_grad_batches=accumulate,
         gradient_clip_val=config.optim.clip,
-        val_check_interval=config.trainer.val_every * config.trainer.accumulate,
+        val_check_interval=config.trainer.val_every * accumulate,
         check_val_every_n_epoch=None,
         log_every_n_steps=config.trainer.log_every,
-        logger=build_logger(config),
+        logger=build_loggers(config),
+        profiler=build_profiler(config),
+        detect_anomaly=config.trainer.detect_anomaly,
         callbacks=[
-            ProgressReport(console, config.trainer.log_every, run_dir),
+            *build_callbacks(config, console),
             Checkpoints(run_dir / "checkpoints", config.trainer.checkpoint_every, config.trainer.keep_checkpoints),
         ],
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), *_environment(hardware)],
+        default_root_dir=run_dir,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
+
+
+def fit(trainer: L.Trainer, module: L.LightningModule, data: dict[str, Any], checkpoint: Path | None) -> None:
+    """Trains on `data`, as `Trainer.fit` takes it. What ends one process of the run ends all of them.
+
+    Raises:
+        SystemExit: another process failed, and has said why.
+    """
+    try:
+        trainer.fit(module, **data, ckpt_path=checkpoint, weights_only=True)
+    except BaseException as error:
+        children: list[subprocess.Popen] = getattr(trainer.strategy.launcher, "procs", [])
+        # after SIGTERM each leaves by itself, and one that failed leaves a broken connection, which shows here first
+        deadline = time.monotonic() + (LEAVE if isinstance(error, RuntimeError | SIGTERMException) else 0)
+        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for child in children:
+            child.kill()
+        failed = [code for child in children if (code := child.wait()) > 0]
+        if isinstance(error, RuntimeError) and failed:
+            raise SystemExit(failed[0]) from None
+        raise
+
+
+def _environment(hardware: HardwareConfig) -> list[Any]:
+    """Who starts the processes; said rather than guessed, so that a run in a SLURM shell is what it is elsewhere."""
+    if hardware.launcher == "slurm":
+        # a job that is queued again goes on by resume=auto, from our own checkpoints
+        return [SLURMEnvironment(auto_requeue=False)]
+    return [_ENVIRONMENTS[hardware.launcher]()]
+
+
+def _strategy(hardware: HardwareConfig) -> str | Strategy:
+    backend = "gloo" if hardware.accelerator == "cpu" else "nccl"
+    if hardware.strategy == "single":
+        return "auto"
+    if hardware.strategy == "fsdp":
+        return sharded_strategy(hardware.devices * hardware.nodes, backend)
+    # the buffers are constants
+    return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True, forward_sync_buffers=False)

@@ -1,0 +1,59 @@
+"""Two ranks over gloo: ``python -m torch.distributed.run --nproc-per-node 2 ranks_figures.py FOLDER``.
+
+A run whose figures are to be those of one process; one that breaks on the second rank alone, whose reason each rank
+writes to FOLDER/nan-RANK.txt; and one whose second rank alone gets SIGTERM.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from small_run import fit, small_config
+
+import smi.training.trainer as building
+
+
+class On(L.Callback):
+    """Does something on the second rank, before a micro-batch."""
+
+    def __init__(self, batch, what):
+        self.batch, self.what = batch, what
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.batch and trainer.global_rank == 1:
+            self.what(pl_module.model)
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    build = L.Trainer
+
+    def trainer(**how):
+        return build(**how | {"devices": 2, "strategy": DDPStrategy(process_group_backend="gloo")})
+
+    building.L.Trainer = trainer
+    fit(small_config(folder / "run", "callbacks=default", "callbacks.samples.max_tokens=24"))
+
+    def spoil(model):
+        model.rwkv7.emb.weight.data.fill_(torch.inf)
+
+    def term(model):
+        signal.raise_signal(signal.SIGTERM)
+
+    try:
+        fit(small_config(folder / "nan"), callbacks=[On(2, spoil)])
+    except FloatingPointError as error:
+        (folder / f"nan-{rank}.txt").write_text(str(error))
+    try:
+        fit(small_config(folder / "term", "trainer.accumulate=2"), callbacks=[On(3, term)])
+    except SIGTERMException:
+        (folder / f"term-{rank}.txt").write_text("stopped")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Several processes learn what one learns: gradients, weights, and going on; and they end together."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent / "gradients.py"
+TINY = [
+    "+recipe=quickstart",
+    "model.hidden_size=64",
+    "model.num_hidden_layers=2",
+    "model.head_dim=32",
+    "optim.warmup_steps=2",
+    "logger=none",
+    "trainer.max_steps=3",
+    "trainer.batch_size=4",
+    "trainer.val_every=3",
+    "trainer.checkpoint_every=1",
+    "trainer.keep_checkpoints=3",
+    "trainer.export=[native]",
+    "data.max_length=500",
+    "data.pack_length=500",
+    "data.window=8",
+    "data.val_batches=3",
+    "data.held_out_tasks=0",
+]
+
+
+def smi(*arguments: str, cwd: Path, code: int = 0, module: tuple[str, ...] = ("-m", "smi.train"), **more: str) -> str:
+    """The output of a command line."""
+    process = subprocess.run(
+        [sys.executable, *module, *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | more,
+        timeout=500,
+        check=False,
+    )
+    assert process.returncode == code, process.stdout
+    return process.stdout
+
+
+def weights(run_dir: Path, step: int = 3) -> dict[str, torch.Tensor]:
+    return torch.load(run_dir / "checkpoints" / f"step-{step}.ckpt", weights_only=True)["state_dict"]
+
+
+def furthest(run_dir: Path, other: Path) -> float:
+    here, there = weights(run_dir), weights(other)
+    assert here.keys() == there.keys()
+    return max(float((here[name] - there[name]).abs().max()) for name in here)
+
+
+def test_the_gradient_is_the_same_however_documents_are_split(tmp_path: Path) -> None:
+    """Into packs, micro-batches and ranks, under DDP and FSDP; in float32."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT))
+    paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
+    smi(str(tmp_path / "found"), cwd=tmp_path, module=launch, PYTHONPATH=os.pathsep.join(paths))
+    found = json.loads((tmp_path / "found").read_text())
+    assert {way["strategy"] for way in found} == {"DDPStrategy", "ModelParallelStrategy"}
+    assert len({str(way["batches"]) for way in found}) > 5
+    for way in found:
+        assert way["error"] < 1e-6, way
+        assert way["norm"] == pytest.approx(1, abs=1e-5), way
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One process, two of them, and two that share the weights out: jobs of a sweep."""
+    folder = tmp_path_factory.mktemp("ranks")
+    jobs = ["hardware=cpu,cpu_ddp2", "hardware.strategy=single,ddp,fsdp"]
+    output = smi(*TINY, "sweep=grid", *jobs, "hydra.sweep.dir=sweep", cwd=folder, code=1)
+    return folder / "sweep", output
+
+
+# the jobs of the grid: 2 and 5 make no sense alone
+ONE, DDP, FSDP, REFUSED = "0", "4", "5", "3"
+
+
+class TestSweepOfHardware:
+    def test_two_processes_learn_what_one_learns(self, sweep):
+        folder, _ = sweep
+        assert furthest(folder / ONE, folder / DDP) < 1e-6
+
+    def test_so_do_two_that_share_the_weights(self, sweep):
+        folder, _ = sweep
+        assert furthest(folder / ONE, folder / FSDP) < 1e-6
+        export = torch.load(folder / FSDP / "export" / "model.pth", weights_only=True)
+        trained = weights(folder / FSDP)
+        assert torch.equal(export["head.weight"], trained["model.head.weight"])
+
+    def test_a_job_of_several_processes_has_one_folder_and_one_voice(self, sweep):
+        folder, output = sweep
+        for job in (ONE, DDP, FSDP):
+            assert {file.name for file in (folder / job).iterdir()} == {
+                "checkpoints",
+                "config.yaml",
+                "export",
+                "figures.json",
+            }
+            lines = [line for line in output.splitlines() if line.startswith(f"[{job}] ")]
+            assert sum("step 3: validation loss" in line for line in lines) == 1
+            assert sum("exported model" in line for line in lines) == 1
+            assert sum("WKV backend" in line for line in lines) == 1
+        assert {file.name for file in folder.iterdir() if file.is_dir()} == set("012345")
+
+    def test_a_job_that_cannot_run_is_reported_with_its_values(self, sweep):
+        folder, output = sweep
+        line = next(line for line in output.splitlines() if line.startswith(f"job {REFUSED} "))
+        assert line == (
+            f"job {REFUSED} (hardware=cpu_ddp2 hardware.strategy=single) failed: "
+            "hardware.strategy=single is for one device, not 2: choose ddp or fsdp"
+        )
+        assert "Traceback" not in output
+        assert "5 of 6 jobs ended well" in output
+        assert json.loads((folder / "sweep.json").read_text())["jobs"][-1]["number"] == int(REFUSED)
+
+    @pytest.mark.parametrize(("job", "hardware"), [(DDP, "ddp"), (FSDP, "fsdp"), (ONE, "ddp")])
+    def test_it_goes_on_from_a_checkpoint_also_on_other_hardware(self, sweep, tmp_path, job, hardware):
+        folder, _ = sweep
+        shutil.copytree(
+            folder / job, tmp_path / "run", ignore=shutil.ignore_patterns("step-[23].ckpt", "export", "*.json")
+        )
+        arguments = ["hardware=cpu_ddp2", f"hardware.strategy={hardware}", "paths.run_dir=run", "resume=auto"]
+        output = smi(*TINY, *arguments, cwd=tmp_path)
+        assert output.count("going on from") == 1
+        assert furthest(tmp_path / "run", folder / ONE) < 1e-6
+
+
+def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
+    """It is told once, and nothing is left running."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('LOCAL_RANK') == '1':\n"
+        "    import smi.data.batch as batch\n"
+        "    def join(batches):\n"
+        "        raise ValueError('the disk of this process is gone')\n"
+        "    batch.PackedBatch.join = join\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    start = time.monotonic()
+    output = smi(*TINY, "hardware=cpu_ddp2", "paths.run_dir=run", cwd=tmp_path, code=2, PYTHONPATH=paths)
+    assert time.monotonic() - start < 200
+    assert output.count("error") == 1
+    assert "error in process 1: the disk of this process is gone" in output
+    assert "Traceback" not in output

@@ -1,0 +1,54 @@
+"""Figures, guards and SIGTERM on two ranks over gloo."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import fit, small_config
+
+from smi.training.checkpoint import list_checkpoints
+from smi.training.loggers import read_history
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).parent.parent / "ranks_figures.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, folder]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_figures_are_those_of_one_process(ranks, tmp_path):
+    """The same documents make a step: two ranks with a micro-batch each, or one with both."""
+    _, module = fit(small_config(tmp_path, "trainer.accumulate=2"))
+    got, want = read_history(ranks / "run"), read_history(tmp_path)
+    for name, points in want.items():
+        if name.startswith(("train/", "val/", "data/")):
+            assert got[name] == pytest.approx(points, rel=1e-4), name
+    for name in ("data/tokens", "data/supervised_tokens", "train/supervised_tokens"):
+        assert got[name] == want[name]
+    assert got["data/tokens"][4] == module.consumed.tokens
+    # rank 0 alone writes, and its samples are there
+    assert list(got["train/loss"]) == [1, 2, 3, 4]
+    assert got["samples/actions"].keys() == {4}
+    assert got["speed/tokens_per_s"].keys() == want["speed/tokens_per_s"].keys()
+
+
+def test_what_breaks_on_one_rank_stops_both_and_is_named_on_both(ranks):
+    first, second = ((ranks / f"nan-{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    assert first.startswith("the loss of step 3 is nan: on rank 1 first in the output of rwkv7.emb")
+    assert "documents from synthetic: row" in first
+
+
+def test_sigterm_to_one_rank_stops_both_after_the_same_step(ranks):
+    assert all((ranks / f"term-{rank}.txt").exists() for rank in (0, 1))
+    [saved] = list_checkpoints(ranks / "term" / "checkpoints")
+    # the signal came before the second micro-batch of step 2
+    assert saved.name == "step-1.ckpt"
