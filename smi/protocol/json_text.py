@@ -101,16 +101,36 @@ def check_json(value: object, where: str, depth: int = 0) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ProtocolError("duplicate_key", "", f"the key {key!r} stands twice in one JSON object")
-            seen.add(key)
+        raise _Twice
     return result
 
 
+class _Twice(Exception):
+    """A key that stands twice in an object."""
+
+
+class _Pairs(list):
+    """An object with all of its keys."""
+
+
+def _refuse_twice(value: object, where: str) -> None:
+    """Refuse the first key that stands twice in an object, with its path."""
+    if type(value) is list:
+        for index, item in enumerate(value):
+            _refuse_twice(item, f"{where}[{index}]")
+    elif isinstance(value, _Pairs):
+        seen: set[str] = set()
+        for key, item in value:
+            check_text(key, where)
+            place = f"{where}.{key}" if where else key
+            if key in seen:
+                raise ProtocolError("duplicate_key", place, f"the key {key!r} stands twice in one JSON object")
+            seen.add(key)
+            _refuse_twice(item, place)
+
+
 def _constant(name: str) -> Any:
-    raise ProtocolError("number", "", f"{name} is not JSON; only finite numbers are allowed")
+    raise _OutOfRange
 
 
 def _bounded(digits: str) -> str:
@@ -145,8 +165,9 @@ _DECODE = json.JSONDecoder(
     object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_float
 ).decode
 _LENIENT = json.JSONDecoder(
-    object_pairs_hook=_object, parse_constant=_constant, parse_int=lambda digits: int(_bounded(digits))
+    object_pairs_hook=_object, parse_constant=float, parse_int=lambda digits: int(_bounded(digits))
 ).decode
+_KEYS = json.JSONDecoder(object_pairs_hook=_Pairs, parse_int=len).decode
 
 
 def loads(text: str) -> Any:
@@ -159,12 +180,16 @@ def loads(text: str) -> Any:
     try:
         if text.startswith("\ufeff"):
             raise ProtocolError("json", "", "not valid JSON: it starts with a byte order mark")
+        # what is refused is read once more to say where it stands
         try:
-            value = _DECODE(text)
-        except _OutOfRange:
-            # read once more to say where it stands
-            value = _LENIENT(text)
-            check_json(value, "")
+            try:
+                value = _DECODE(text)
+            except _OutOfRange:
+                value = _LENIENT(text)
+                check_json(value, "")
+        except _Twice:
+            value = _KEYS(text)
+            _refuse_twice(value, "")
     except json.JSONDecodeError as error:
         raise ProtocolError("json", "", f"not valid JSON: {error}") from None
     except RecursionError:
