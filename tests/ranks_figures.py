@@ -11,11 +11,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from small_run import fit, small_config
 
-import smi.training.trainer as building
+RANKS = ("hardware=cpu_ddp2", "hardware.launcher=torchrun", "trainer.batch_size=2")
 
 
 class On(L.Callback):
@@ -31,13 +30,7 @@ class On(L.Callback):
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    build = L.Trainer
-
-    def trainer(**how):
-        return build(**how | {"devices": 2, "strategy": DDPStrategy(process_group_backend="gloo")})
-
-    building.L.Trainer = trainer
-    fit(small_config(folder / "run", "callbacks=default", "callbacks.samples.max_tokens=24"))
+    fit(small_config(folder / "run", *RANKS, "callbacks=default", "callbacks.samples.max_tokens=24"))
 
     def spoil(model):
         model.rwkv7.emb.weight.data.fill_(torch.inf)
@@ -46,11 +39,11 @@ def main() -> None:
         signal.raise_signal(signal.SIGTERM)
 
     try:
-        fit(small_config(folder / "nan"), callbacks=[On(2, spoil)])
+        fit(small_config(folder / "nan", *RANKS), callbacks=[On(2, spoil)])
     except FloatingPointError as error:
         (folder / f"nan-{rank}.txt").write_text(str(error))
     try:
-        fit(small_config(folder / "term", "trainer.accumulate=2"), callbacks=[On(3, term)])
+        fit(small_config(folder / "term", *RANKS, "trainer.batch_size=4"), callbacks=[On(3, term)])
     except SIGTERMException:
         (folder / f"term-{rank}.txt").write_text("stopped")
 

@@ -122,7 +122,10 @@ class TestDryRun:
     @pytest.mark.parametrize("name", recipes())
     def test_every_recipe_can_be_tried_dry(self, name):
         """It starts, or says what this machine lacks, and nothing else."""
-        given = {"agent_sft": ["data.train_files=[tools.jsonl]"]}
+        given = {
+            "agent_sft": ["data.train_files=[tools.jsonl]"],
+            "state_tuning": ["model.pretrained=somebody/a-model"],
+        }
         try:
             dry(composed(f"+recipe={name}", *given.get(name, [])))
         except ValueError as error:

@@ -13,6 +13,7 @@ from smi.training.memory_estimate import GIB, MemoryEstimate, check_fits, estima
 from smi.training.models import check_device, outline_model
 from smi.training.run_directory import find_checkpoint
 from smi.training.setup import summary
+from smi.training.tuning import count_trained
 from smi.training.waiting import is_prepared
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def check_run(config: Config, console: Console) -> None:
     if tokenizer is not None and model is not None:
         table = summary(config, model, tokenizer)
         if isinstance(model.config, RWKV7Config):
-            needs = estimate_memory(config, model.config)
+            needs = estimate_memory(config, model.config, count_trained(model, config.tuning))
             attempt(check_fits, config, needs)
             table.add_row("[bold]memory[/bold]", _memory(needs))
         if backend is not None:

@@ -52,19 +52,21 @@ def _row(figures: Figures, wanted: tuple[str, ...]) -> bytes | None:
     for axes, name in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         for label, (source, colour, style) in _curves(name, figures).items():
             if source in figures:
-                _draw(axes, figures[source], label, colour, style)
+                _draw(axes, figures[source], label, colour, style, smooth=name not in _EVEN)
         axes.set_title(_TITLES[name], loc="left")
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        if name in ("lr", "grad_norm", "loss") and _spans(axes):
+        if name in ("grad_norm", "loss") and _spans(axes):
             axes.set_yscale("log")
         elif name in ("accuracy", "accuracy_blocks", "wait_share", "mfu", "mixture"):
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        elif name == "tokens_per_s":
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+        elif name in ("tokens_per_s", "memory"):
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
             axes.set_ylim(bottom=0)
         if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(frameon=False, fontsize=8)
+            # where there is one plot, beside the curves
+            beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(drawn) == 1 else {}
+            axes.legend(frameon=False, fontsize=8, **beside)
     return png(figure)
 
 
@@ -82,6 +84,9 @@ _TITLES = {
     "memory": "memory, GiB",
     "mixture": "supervised tokens so far, by source",
 }
+
+# plots whose curves have no noise
+_EVEN = ("lr", "memory", "mixture")
 
 
 def _curves(name: str, figures: Figures) -> dict[str, tuple[str, str, str]]:
@@ -104,7 +109,7 @@ def _curves(name: str, figures: Figures) -> dict[str, tuple[str, str, str]]:
     prefixes = {"lr": "train/lr_", "memory": "memory/", "mixture": "data/share_"}
     if name in prefixes:
         chosen = [source for source in figures if source.startswith(prefixes[name])]
-        labels = [source.removeprefix(prefixes[name]).removesuffix("_gib").replace("_", " ") for source in chosen]
+        labels = [source.removeprefix(prefixes[name]).removesuffix("_gib") for source in chosen]
         return {label: (source, f"C{i}", "-") for i, (label, source) in enumerate(zip(labels, chosen, strict=True))}
     source = {"grad_norm": "train/grad_norm", "mfu": "speed/mfu", "wait_share": "speed/wait_share"}[name]
     return {name: (source, "C0", "-")}
@@ -114,12 +119,12 @@ def _sources(name: str, figures: Figures) -> list[str]:
     return [source for source, _, _ in _curves(name, figures).values()]
 
 
-def _draw(axes: Axes, points: Mapping[int, float], label: str, colour: str, style: str) -> None:
+def _draw(axes: Axes, points: Mapping[int, float], label: str, colour: str, style: str, smooth: bool) -> None:
     steps = np.array(sorted(points))
     values = np.array([points[step] for step in steps.tolist()])
     if len(steps) == 1:
         style = "o"
-    if style == "-" and len(steps) > PLAIN_POINTS:
+    if smooth and style == "-" and len(steps) > PLAIN_POINTS:
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
         width = len(steps) // 25
         values = np.convolve(values, np.ones(width) / width, "valid")

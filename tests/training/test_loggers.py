@@ -6,6 +6,7 @@ import math
 import shutil
 import struct
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from small_run import fit, small_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from smi.training.loggers import HISTORY_FILE, append_lines, cut_lines, read_history, read_lines
+
+WANDB = find_spec("wandb") is not None
+needs_wandb = pytest.mark.skipif(not WANDB, reason="wandb is not installed: pip install 'smi[wandb]'")
 
 
 def from_csv(run_dir):
@@ -80,8 +84,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loggers") / "run"
     config = small_config(
         folder,
-        "logger=[tensorboard,csv,wandb]",
-        "logger.wandb.offline=true",
+        *(("logger=[tensorboard,csv,wandb]", "logger.wandb.offline=true") if WANDB else ("logger=[tensorboard,csv]",)),
         "callbacks=default",
         "callbacks.samples.count=2",
         "trainer.checkpoint_every=2",
@@ -102,8 +105,13 @@ def test_all_loggers_agree(run):
     for name, points in want.items():
         # single precision is all that TensorBoard keeps
         assert board[name] == {step: pytest.approx(value, rel=1e-6) for step, value in points.items()}, name
+
+
+@needs_wandb
+def test_wandb_agrees_as_well(run):
+    folder = Path(run[0].paths.run_dir)
     kept, exits = from_wandb(folder)
-    assert kept == want
+    assert kept == read_history(folder)
     assert exits == [0]
 
 
@@ -159,6 +167,7 @@ def test_samples_reach_tensorboard_as_text(run):
     assert "---" in text
 
 
+@needs_wandb
 def test_each_run_of_a_process_is_a_run_of_wandb(tmp_path):
     """As the jobs of a sweep are; one that fails ends as a failed one, and does not go on in the next."""
     import wandb
@@ -194,8 +203,8 @@ def test_a_resumed_run_goes_on_in_the_same_files_and_the_same_run_of_wandb(run, 
             assert got[name] == want[name], name
     assert module.consumed == whole.consumed
     runs = [run.name.split("-")[-1] for run in (tmp_path / "run" / "wandb").glob("offline-run-*")]
-    assert len(runs) == 2
-    assert len(set(runs)) == 1
+    assert len(runs) == 2 * WANDB
+    assert len(set(runs)) == WANDB
 
 
 def test_lines_that_a_killed_run_left_half_written_are_not_read(tmp_path):

@@ -40,6 +40,7 @@ def trainer(**how):
         "enable_model_summary": False,
         "gradient_clip_val": 1.0,
         "max_epochs": 1,
+        "log_every_n_steps": 1,
     }
     return L.Trainer(**(settings | how))
 

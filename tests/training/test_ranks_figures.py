@@ -26,7 +26,7 @@ def ranks(tmp_path_factory):
 
 def test_figures_are_those_of_one_process(ranks, tmp_path):
     """The same documents make a step: two ranks with a micro-batch each, or one with both."""
-    _, module = fit(small_config(tmp_path, "trainer.accumulate=2"))
+    _, module = fit(small_config(tmp_path, "trainer.batch_size=2"))
     got, want = read_history(ranks / "run"), read_history(tmp_path)
     for name, points in want.items():
         if name.startswith(("train/", "val/", "data/")):

@@ -79,7 +79,7 @@ class At(L.Callback):
 
 def test_sigterm_saves_the_step_just_finished_and_the_run_goes_on_from_it_bit_by_bit(tmp_path):
     """In the second of three micro-batches of step 3, with no checkpoint due."""
-    settings = ("trainer.accumulate=3", "trainer.max_steps=5", "trainer.val_every=100")
+    settings = ("trainer.batch_size=3", "trainer.max_steps=5", "trainer.val_every=100")
     _, whole = fit(small_config(tmp_path / "whole", *settings))
     config = small_config(tmp_path / "run", *settings)
     stop = At(7, lambda module: signal.raise_signal(signal.SIGTERM))
