@@ -130,7 +130,7 @@ class _Findings:
                 names = " or ".join(option.__name__ for option in options)
                 self.add(where, f"{where} should be {names}, not {value!r}")
             return
-        wanted = options[0]
+        wanted = next(iter(options))
         origin = typing.get_origin(wanted)
         if dataclasses.is_dataclass(wanted):
             known: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(wanted)}

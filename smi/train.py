@@ -99,6 +99,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     console.print(
         f"\nrun directory   {run_dir}\nreport          {report}\nexported model  {export}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     if config.data.held_out_tasks:

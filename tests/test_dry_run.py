@@ -185,11 +185,14 @@ class TestWaiting:
 class TestDebug:
     """Each option does what it says, with a recipe that knows nothing of it."""
 
-    def test_fast_dev_run(self):
-        figures = train(composed("+recipe=quickstart", *SMALL, "debug=fast_dev_run"))
+    def test_fast_dev_run(self, capsys):
+        """In a directory whose name is neither markup nor an override."""
+        folder = Path("a=1,b [c] 50%")
+        figures = train(composed("+recipe=quickstart", *SMALL, "debug=fast_dev_run", f"paths.run_dir='{folder}'"))
         assert figures["val/loss"] > 0
-        assert [file.name for file in Path("run/checkpoints").iterdir()] == ["step-2.ckpt"]
-        assert Path("run/export/model.pth").is_file()
+        assert [file.name for file in (folder / "checkpoints").iterdir()] == ["step-2.ckpt"]
+        assert (folder / "export" / "model.pth").is_file()
+        assert f"{folder}/export" in capsys.readouterr().out
 
     def test_overfit(self, monkeypatch):
         seen = []

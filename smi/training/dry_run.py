@@ -43,7 +43,9 @@ def check_run(config: Config, console: Console) -> None:
         if config.wait_for is None or attempt(is_prepared, config):
             attempt(lambda: build_data(config, tokenizer).setup())
         elif not reasons:
-            console.print(f"{config.wait_for} is waited for: what it will say cannot be checked yet", soft_wrap=True)
+            console.print(
+                f"{config.wait_for} is waited for: what it will say cannot be checked yet", markup=False, soft_wrap=True
+            )
     if tokenizer is not None and model is not None:
         table = summary(config, model, tokenizer)
         if isinstance(model.config, RWKV7Config):

@@ -106,5 +106,6 @@ class ProgressReport(L.Callback):
             self.console.print(
                 f"stopped in step {trainer.global_step + 1}; {rest}",
                 highlight=False,
+                markup=False,
                 soft_wrap=True,
             )

@@ -8,6 +8,7 @@ run was started, with the command, its overrides, and the code and packages that
 import json
 import logging
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -137,7 +138,7 @@ def write_config(config: Config, overrides: Sequence[str] = ()) -> str:
     settings = asdict(config)
     text = _yaml(settings)
     again = _yaml({key: value for key, value in settings.items() if key not in _NOT_AGAIN})
-    hint = f"# the run in {folder}: python -m smi.train --config-dir {folder} +recipe=rerun"
+    hint = f"# the run in {folder}: python -m smi.train --config-dir {shlex.quote(str(folder))} +recipe=rerun"
     write_whole(folder / CONFIG_FILE, text)
     write_whole(folder / RERUN_FILE, f"# @package _global_\n{hint}\n{again}")
     with (folder / STARTS_FILE).open("a", encoding="utf-8") as file:

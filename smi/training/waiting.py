@@ -42,7 +42,7 @@ def wait_for_mixture(config: Config, console: Console) -> None:
     if config.wait_for is None or is_prepared(config):
         return
     since = said = time.monotonic()
-    say = partial(console.print, highlight=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"waiting for {config.wait_for}; Ctrl-C stops")
     while not is_prepared(config):
         time.sleep(LOOK_EVERY)
