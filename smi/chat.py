@@ -19,7 +19,7 @@ from rich.text import Text
 
 from smi.protocol.incremental import BlockClosed, BlockOpened, PayloadSpan, PayloadText
 from smi.protocol.stream import ProtocolError
-from smi.protocol.tokens import BlockType
+from smi.protocol.tokens import BlockType, Side
 
 COMMANDS = """\
 /caps            what the model is told it may use
@@ -107,7 +107,9 @@ class Chat:
         with self._interruptible():
             answer = self._agent.run(text)
         if answer is None:
-            self._console.print(Text("\n(stopped; the turn is taken back)", style="dim"))
+            # between its last token and the next event, the turn has ended already
+            stands = self._agent.transcript.transmissions[-1].side is Side.MODEL
+            self._console.print(Text("\n(stopped)" if stands else "\n(stopped; the turn is taken back)", style="dim"))
         elif answer.ended != "answer" or answer.reason != "eot":
             why = answer.ended if answer.ended != "answer" else answer.reason
             self._console.print(Text(f"(ended by {why})", style="dim"))
@@ -137,7 +139,7 @@ class Chat:
             self._kind = event.type
             self._console.print(Text(f"{event.type.name.lower():<6}", style="dim"), end="")
         elif isinstance(event, PayloadText):
-            text = event.text.replace("\n", "\n      ")
+            text = _visible(event.text).replace("\n", "\n      ")
             self._console.print(Text(text, style=STYLES[self._kind]), end="", soft_wrap=True)
         elif isinstance(event, PayloadSpan):
             self._console.print(Text(f"[{event.span.namespace} {event.span.ids}]", style="magenta"), end="")
@@ -152,7 +154,7 @@ class Chat:
             for block in outcome.observations:
                 self._console.print(Text("obs   ", style="dim"), end="")
                 shown = block.payload if isinstance(block.payload, str) else str(block.payload)
-                self._console.print(Text(shown, style=STYLES[BlockType.OBS]), soft_wrap=True)
+                self._console.print(Text(_visible(shown), style=STYLES[BlockType.OBS]), soft_wrap=True)
 
     def _command(self, name: str = "", argument: str = "") -> None:
         from dataclasses import replace
@@ -162,7 +164,7 @@ class Chat:
             case "help":
                 self._console.print(COMMANDS, highlight=False, markup=False)
             case "caps":
-                self._console.print(Text(json.dumps(agent.capabilities, indent=2, ensure_ascii=False)))
+                self._console.print(Text(_visible(json.dumps(agent.declared, indent=2, ensure_ascii=False))))
             case "budget":
                 if argument != "none" and not argument.isdecimal():
                     raise ValueError("/budget takes a number of tokens, or none")
@@ -189,6 +191,16 @@ class _Stopped(Exception):
     pass
 
 
+# controls that move a terminal's cursor or give it orders, and marks that turn the direction of what follows
+_BLIND = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_UNSEEN = {code: f"\\u{code:04x}" for code in _BLIND}
+
+
+def _visible(text: str) -> str:
+    """What a model or a tool wrote, for a terminal: only shown, never obeyed."""
+    return text.translate(_UNSEEN)
+
+
 def _path(argument: str) -> Path:
     if not argument:
         raise ValueError("name a file")
@@ -198,7 +210,8 @@ def _path(argument: str) -> Path:
 def _confirm(console: Console) -> Callable:
     def ask(action) -> bool:
         arguments = json.dumps(action.arguments, ensure_ascii=False)
-        return console.input(f"run {action.name} {arguments}? [y/N] ").strip().lower() in ("y", "yes")
+        question = Text(_visible(f"run {action.name} {arguments}? [y/N] "))
+        return console.input(question).strip().lower() in ("y", "yes")
 
     return ask
 

@@ -10,28 +10,50 @@ from omegaconf import MISSING
 class ModelConfig:
     """RWKV-7's shape, or the checkpoint to start from.
 
-    `pretrained` is a file, a directory or a hub id; the shape is then read from the weights, and the one given
-    here is what they are expected to have.
+    `kind`: rwkv7, or hf for any causal language model of transformers, from its checkpoint. `pretrained` is a file, a
+    directory or a hub id; the shape is then read from the weights, and what is given of it here is what they are
+    expected to have.
     """
 
     name: str = MISSING
-    hidden_size: int = MISSING
-    num_hidden_layers: int = MISSING
+    kind: str = "rwkv7"
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
     head_dim: int = 64
-    decay_low_rank_dim: int = MISSING
-    a_low_rank_dim: int = MISSING
-    v_low_rank_dim: int = MISSING
-    gate_low_rank_dim: int = MISSING
+    decay_low_rank_dim: int | None = None
+    a_low_rank_dim: int | None = None
+    v_low_rank_dim: int | None = None
+    gate_low_rank_dim: int | None = None
     embedding_init: float = 1e-4
     pretrained: str | None = None
     revision: str | None = None
 
 
 @dataclass
+class TuningConfig:
+    """What of the model trains.
+
+    `kind`: full, lora (low-rank additions to the linear layers named in `targets`), or state (the initial WKV states
+    alone, one a layer and head). Patterns of parameter names, as in ``blocks.0.*``: with full, those in `freeze` stay
+    as they are; with lora and state, those in `train` learn as well. `rank`, `alpha` and `dropout` are LoRA's.
+    """
+
+    kind: str = "full"
+    freeze: list[str] = field(default_factory=list)
+    train: list[str] = field(default_factory=list)
+    rank: int = 32
+    alpha: int = 32
+    dropout: float = 0.0
+    targets: list[str] = field(
+        default_factory=lambda: ["att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value"]
+    )
+
+
+@dataclass
 class TokenizerConfig:
     """`source` is a name that `smi.tokenizer.load_tokenizer` knows, or a directory with a tokenizer.json."""
 
-    source: str = MISSING
+    source: str | None = MISSING
 
 
 @dataclass
@@ -68,8 +90,10 @@ class DataConfig:
     synthetic: `max_questions` a conversation, and `held_out_tasks` conversations to play after training; files:
     `train_files`, `val_files` and their `adapter`; mixture: what was prepared in the directory `mixture` (or is in
     that file, compiled by others), or, where that is null, `source`, each with files below `mirror`, as they are.
-    `on_change`: refuse a checkpoint of another seed, window, pack length or batch size, or continue with exactly what
-    its epoch has left.
+    `over_long`: reject documents of more than `max_length` tokens, or split them: one that does not fit into a row of
+    `pack_length` is then trained whole, in pieces of at most `max_length` tokens, each from the state that the one
+    before it left. `on_change`: refuse a checkpoint of another seed, window, pack length or batch size, or continue
+    with exactly what its epoch has left.
     """
 
     kind: str = MISSING
@@ -82,11 +106,17 @@ class DataConfig:
     mirror: str | None = None
     source: dict[str, SourceConfig] = field(default_factory=dict)
     max_length: int = 2048
+    over_long: str = "reject"
     pack_length: int = 2048
     window: int = 512
     val_fraction: float = 0.0
     val_batches: int = 16
     on_change: str = "refuse"
+
+
+def longest_document(data: DataConfig) -> int | None:
+    """Tokens that a document may have; None where there is no limit."""
+    return data.max_length if data.over_long == "reject" else None
 
 
 @dataclass
@@ -282,6 +312,7 @@ class Config:
     dry_run: bool = False
     wait_for: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
@@ -295,8 +326,18 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+def tokenizer_source(config: Config) -> str:
+    """Where the tokenizer is. Raises ValueError where it should be that of a checkpoint that is not named."""
+    if config.tokenizer.source is None:
+        raise ValueError("tokenizer=checkpoint is that of model.pretrained, which is not set: name a checkpoint there")
+    return config.tokenizer.source
+
+
 CHOICES: dict[str, tuple[str, ...]] = {
+    "model.kind": ("rwkv7", "hf"),
+    "tuning.kind": ("full", "lora", "state"),
     "data.kind": ("synthetic", "files", "mixture"),
+    "data.over_long": ("reject", "split"),
     "data.on_change": ("refuse", "continue"),
     "prepare.on_shortfall": ("error", "accept"),
     "prepare.dedupe": ("exact", "normalised", "near"),
@@ -321,6 +362,9 @@ LEAST: dict[str, float] = {
     "model.v_low_rank_dim": 1,
     "model.gate_low_rank_dim": 1,
     "model.embedding_init": 0,
+    "tuning.rank": 1,
+    "tuning.alpha": 1,
+    "tuning.dropout": 0,
     "data.max_questions": 1,
     "data.held_out_tasks": 0,
     "data.val_batches": 1,

@@ -235,9 +235,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         if not conversations:
             raise ValueError(f"{arguments.data} has no conversation that can be played:\n{account}")
-        played = play(model, tokenizer, conversations, max_tokens=arguments.max_tokens, batch=arguments.batch)
+        start, most, batch = runtime.time_state, arguments.max_tokens, arguments.batch
+        played = play(model, tokenizer, conversations, max_tokens=most, batch=batch, time_state=start)
         scores = score(played, tokenizer)
-        report = Report(arguments.checkpoint, arguments.data, account, scores, block_losses(model, examples))
+        report = Report(arguments.checkpoint, arguments.data, account, scores, block_losses(model, examples, start))
         show(report, console)
         if arguments.json:
             arguments.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ _WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "
 
 def check_arguments(arguments: Sequence[str]) -> list[str]:
     """The command line as Hydra should get it. Raises ConfigError for what is wrong with one of its words."""
-    sweep = any(word in ("-m", "--multirun") for word in arguments)
+    sweep = any(word in ("-m", "--multirun", "hydra.mode=MULTIRUN") or word.startswith("sweep=") for word in arguments)
     checked: list[str] = []
     before = ""
     for word in arguments:
@@ -31,7 +31,7 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
         before = word
     if any(word.lower().lstrip("+") == "dry_run=true" for word in checked):
         if sweep:
-            raise ConfigError("dry_run=true looks at one run: leave out -m")
+            raise ConfigError("dry_run=true looks at one run: leave out -m and sweep=")
         # hydra makes a directory, and a dry run writes nothing
         checked.append("hydra.run.dir=.")
     chosen = [word for word in checked if word.startswith("+recipe=")]

@@ -92,15 +92,16 @@ def prepare_mixture(config: Config) -> Manifest:
 
 def make_plan(config: Config) -> Plan:
     """What the config says is to be prepared. Raises ValueError where it contradicts itself."""
+    from smi.config import longest_document, tokenizer_source
     from smi.data.plan import Plan
     from smi.tokenizer import load_tokenizer
 
     data, how = config.data, config.prepare
     return Plan(
         sources=_specs(config),
-        tokenizer=load_tokenizer(config.tokenizer.source),
+        tokenizer=load_tokenizer(tokenizer_source(config)),
         root=data.mirror or "hf://",
-        max_length=data.max_length,
+        max_length=longest_document(data),
         dedupe=how.dedupe,
         near_threshold=how.near_threshold,
         near_limit=how.near_limit,

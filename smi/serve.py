@@ -10,6 +10,7 @@ A conversation that goes on continues from its state. Beside the API: /health, a
 """
 
 import argparse
+import contextlib
 import ipaddress
 import os
 import sys
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     door.add_argument("--token-file", type=Path, metavar="FILE", help="file with bearer tokens, one a line")
     door.add_argument("--insecure", action="store_true", help="no token, although others can reach the address")
     it.add_argument("--sessions", type=int, default=16, metavar="N", help="states in memory: turns and kept ones (16)")
-    it.add_argument("--max-queue", type=int, default=64, metavar="N", help="requests that may wait (64)")
+    it.add_argument("--max-queue", type=int, default=256, metavar="N", help="requests that may wait (256)")
     it.add_argument("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (4 MiB)")
     it.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="of an answer (1024)")
     it.add_argument(
@@ -115,7 +116,9 @@ def main(argv: list[str] | None = None) -> int:
     listener = config.bind_socket()
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     print(f"serving {settings.model} at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
-    uvicorn.Server(config).run([listener])
+    # Ctrl-C has ended it in order by then
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run([listener])
     return 0
 
 

@@ -72,17 +72,22 @@ class Job:
         return {key.lstrip("+"): value for key, value in pairs}
 
 
+def is_installed(group: str, option: str) -> bool:
+    """Whether Hydra's plugin for an option of the group `sweep` is there; other options need none."""
+    if group != "sweep" or option not in NEEDED:
+        return True
+    try:
+        return importlib.util.find_spec(NEEDED[option][0]) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def check_installed(arguments: Sequence[str]) -> None:
     """Raises ValueError where the command line asks for a sweeper or launcher that is not installed."""
     for argument in arguments:
-        module, extra = NEEDED.get(argument.removeprefix("sweep="), (None, None))
-        if not argument.startswith("sweep=") or module is None:
-            continue
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
+        group, _, option = argument.partition("=")
+        if not is_installed(group, option):
+            module, extra = NEEDED[option]
             raise ValueError(f"{argument} needs {module.split('.')[1]}: pip install 'smi[{extra}]'")
 
 
@@ -140,7 +145,8 @@ def _command(hydra: Any) -> list[str]:
 def _execute(command: list[str], log: Path, number: int) -> tuple[int, str]:
     """Runs a job, shows what it prints under its number, and keeps it in `log`; exit status and last words."""
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    last = error = ""
+    last = ""
+    error: list[str] = []
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
@@ -159,7 +165,11 @@ def _execute(command: list[str], log: Path, number: int) -> tuple[int, str]:
                 file.flush()
                 print(f"[{number}] {line}", end="", flush=True)
                 last = line.strip() or last
-                error = last if last.startswith("error") else error
+                # an error may have several lines; it is the last thing that a run says
+                if line.startswith("error"):
+                    error = [line]
+                elif error:
+                    error.append(line)
             code = process.wait()
         except BaseException:
             # Ctrl-C reaches the job as well; both ways it saves and leaves
@@ -174,7 +184,7 @@ def _execute(command: list[str], log: Path, number: int) -> tuple[int, str]:
                 signal.signal(signal.SIGTERM, before)
     if code < 0:
         return code, f"ended by {signal.Signals(-code).name}"
-    return code, (error or last).removeprefix("error: ")
+    return code, ("".join(error).rstrip() or last).removeprefix("error: ")
 
 
 def _stop_on_sigterm() -> Any:

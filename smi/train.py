@@ -42,9 +42,9 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     from smi.data.recipe import build_data, build_tokenizer
     from smi.training.debugging import feed
     from smi.training.dry_run import check_run
-    from smi.training.export import export_model, write_card
-    from smi.training.models import build_model
-    from smi.training.module import SMIModule
+    from smi.training.export import export_trained, write_card
+    from smi.training.models import build_model, build_module
+    from smi.training.origin import keep_origin
     from smi.training.report import finished, write_report
     from smi.training.run_directory import find_checkpoint, finish, write_config
     from smi.training.setup import evaluate_tasks, optimization, quiet_libraries, summary
@@ -71,26 +71,29 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     data = build_data(config, tokenizer)
     model = build_model(config, tokenizer)
     data.setup()
+    module = build_module(config, model, optimization(config))
     config_yaml = write_config(config, overrides) if first else ""
+    origin = keep_origin(config, tokenizer) if first else None
     console.print(summary(config, model, tokenizer))
     trainer = build_trainer(config, console)
     try:
-        fit(trainer, SMIModule(model, optimization(config)), feed(config, data), checkpoint)
+        fit(trainer, module, feed(config, data), checkpoint)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
-    model = whole_model(trainer, model)
+    model = module.model = whole_model(trainer, model)
     if not first:
         return {}
     data.report(console)
 
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    export = export_model(
-        model,
+    export = export_trained(
+        module,
         tokenizer,
         run_dir / "export",
         formats=config.trainer.export,
         config_yaml=config_yaml,
         figures={"steps": trainer.global_step} | figures,
+        origin=origin,
     )
     report = run_dir / "report.html"
     console.print(
@@ -99,7 +102,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
         soft_wrap=True,
     )
     if config.data.held_out_tasks:
-        held_out = evaluate_tasks(config, model, tokenizer, console)
+        held_out = evaluate_tasks(config, module, tokenizer, console)
         figures |= held_out
         write_report(run_dir, finished(trainer), results=held_out)
         write_card(export, model, tokenizer, config.trainer.export, {"steps": trainer.global_step} | figures)

@@ -24,7 +24,7 @@ from smi.protocol.codec import encode
 from smi.protocol.conversation import to_stream
 from smi.tokenizer import load_tokenizer
 from smi.training.module import Optimization, SMIModule
-from smi.training.sharding import sharded_strategy, whole
+from smi.training.sharding import ShardedStrategy, whole
 
 WAYS = 5
 
@@ -79,7 +79,7 @@ def main():
         trainer = L.Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=sharded_strategy(2, "gloo") if way % 2 else DDPStrategy(process_group_backend="gloo"),
+            strategy=ShardedStrategy(2, "gloo") if way % 2 else DDPStrategy(process_group_backend="gloo"),
             accumulate_grad_batches=len(shares[0]),
             max_epochs=1,
             callbacks=[kept],

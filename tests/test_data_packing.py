@@ -1,5 +1,6 @@
 """Best-fit-decreasing against its definition, and the windows of a stream."""
 
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -121,9 +122,14 @@ def test_long_documents_are_cut_between_transmissions_or_not_at_all(sizes: list[
     ends = np.cumsum(sizes).tolist()
     points = cut_points(ends, capacity)
     if max(sizes) > capacity:
-        assert points is None
+        # a cut inside a transmission is one that no other could have been made instead of
+        for start, point in pairwise([0, *points]):
+            if point not in ends:
+                assert point == start + capacity
+                assert not any(start < end <= point for end in ends)
+        assert all(0 < piece <= capacity for piece in np.diff([0, *points]))
+        assert points[-1] == ends[-1]
         return
-    assert points is not None
     assert set(points) <= set(ends)
     assert points[-1] == ends[-1]
     pieces = np.diff([0, *points])

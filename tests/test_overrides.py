@@ -141,7 +141,8 @@ def test_a_run_has_one_recipe():
 
 
 def test_a_sweep_over_text():
-    assert check_arguments(["-m", "name=a,b"]) == ["-m", "name=a,b"]
+    for how in ("-m", "--multirun", "sweep=grid"):
+        assert check_arguments([how, "name=a,b"]) == [how, "name=a,b"]
     with pytest.raises(ConfigError, match="is several values"):
         check_arguments(["name=a,b"])
     with pytest.raises(ConfigError) as error:

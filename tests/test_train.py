@@ -135,6 +135,7 @@ class TestQuickstart:
             "chat_template.jinja",
             "config.json",
             "config.yaml",
+            "export.json",
             "generation_config.json",
             "model.pth",
             "model.safetensors",

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from smi.data.packing import cut_points
 from smi.protocol.codec import Example
+from smi.protocol.tokens import BlockType
 
 IGNORE = -100
 
@@ -57,11 +60,15 @@ class PackedBatch:
         block_types: uint8 [1, T]; BlockType of the token to predict, so that it goes with `labels`. A
             document's last token predicts nothing and carries its own type.
         capacity: tokens the row could have held.
+        pieces: of a row that is too long to be read in one go: where each piece of it ends, the last one at T. A
+            piece is some whole documents, or a part of one, which goes on from the state that the part before it
+            left. Empty where the row is read in one go.
         origin: where the documents are from, as far as that is known.
 
     Raises:
-        ValueError: shapes or dtypes that differ from the above, or boundaries that do not start at 0, rise
-            strictly and end at T. Values are checked where the tensors are made; moving them checks nothing.
+        ValueError: shapes or dtypes that differ from the above, boundaries or ends of pieces that do not rise
+            strictly to T, or a piece of parts of several documents. Values are checked where the tensors are made;
+            moving them checks nothing.
     """
 
     input_ids: Tensor
@@ -69,6 +76,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     block_types: Tensor
     capacity: int
+    pieces: tuple[int, ...] = ()
     origin: Origin | None = None
     supervised_tokens: int = field(init=False)
     """Labels that are not -100; a plain number, known without asking the device."""
@@ -94,6 +102,14 @@ class PackedBatch:
             raise ValueError(f"cu_seqlens must start at 0, rise strictly and end at {row[1]}, not {_short(bounds)}")
         if row[1] > self.capacity:
             raise ValueError(f"{row[1]} tokens are more than the capacity of {self.capacity}")
+        ends = set(bounds)
+        for a, b in pairwise((0, *self.pieces)):
+            parts = {a, b} - ends and any(a < end < b for end in bounds)
+            if a >= b or parts or self.pieces[-1] != row[1]:
+                raise ValueError(
+                    f"pieces must rise strictly to {row[1]}, each of whole documents or within one, not "
+                    f"{_short(list(self.pieces))} with documents at {_short(bounds)}"
+                )
         # a label past a boundary would teach one document to foretell another
         if bool((self.labels[0, self.cu_seqlens[1:].long() - 1] != IGNORE).any()):
             raise ValueError("labels at a document's last token must be -100: it predicts nothing")
@@ -151,14 +167,18 @@ class PackedBatch:
         if len(batches) == 1:
             return batches[0]
         starts = itertools.accumulate((batch.tokens for batch in batches[:-1]), initial=0)
+        rows = list(zip(batches, starts, strict=True))
+        bounds = [batch.cu_seqlens[1:] + start for batch, start in rows]
+        ends = [start + end for batch, start in rows for end in batch.pieces or (batch.tokens,)]
         origins = [batch.origin for batch in batches if batch.origin is not None]
-        bounds = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=True)]
         return cls(
             input_ids=torch.cat([batch.input_ids for batch in batches], 1),
             labels=torch.cat([batch.labels for batch in batches], 1),
             cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *bounds]),
             block_types=torch.cat([batch.block_types for batch in batches], 1),
             capacity=sum(batch.capacity for batch in batches),
+            # those beside a long document are read one by one
+            pieces=tuple(ends) if any(batch.pieces for batch in batches) else (),
             origin=None
             if len(origins) < len(batches)
             else Origin.join(origins, [batch.documents for batch in batches]),
@@ -190,6 +210,37 @@ class PackedBatch:
         )
 
 
+class Piece(NamedTuple):
+    """What is read of a row in one go; shapes [1, T'] and dtypes as in a `PackedBatch`.
+
+    continues: whether it goes on with the document of the piece before it, whose last token predicts its first.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor
+    block_types: Tensor
+    continues: bool
+
+    @property
+    def documents(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+
+def pieces(batch: PackedBatch) -> list[Piece]:
+    """The pieces of a row, in order; views. The whole row where it has none."""
+    if not batch.pieces:
+        return [Piece(batch.input_ids, batch.labels, batch.cu_seqlens, batch.block_types, False)]
+    bounds = batch.cu_seqlens.tolist()
+    found = []
+    for a, b in pairwise((0, *batch.pieces)):
+        inside = [0, *(end - a for end in bounds if a < end < b), b - a]
+        cu_seqlens = batch.cu_seqlens.new_tensor(inside)
+        ids, labels, types = (part[:, a:b] for part in (batch.input_ids, batch.labels, batch.block_types))
+        found.append(Piece(ids, labels, cu_seqlens, types, a not in bounds))
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
     """Documents in a row each, filled up to the longest one; see `PackedBatch.padded`.
@@ -212,10 +263,22 @@ class PaddedBatch:
         return f"PaddedBatch({rows} documents of at most {length:,} tokens, fill {share:.1%}, {self.input_ids.device})"
 
 
+def piece_ends(block_types: np.ndarray, most: int) -> tuple[int, ...]:
+    """Where to cut a document into pieces of at most `most` tokens, see `cut_points`.
+
+    block_types: uint8 [T], of its targets, as in a `PackedBatch`.
+    """
+    closing = block_types == BlockType.EOT
+    # a target is the token behind its place; the EOS goes with the transmission before it
+    after = np.flatnonzero(closing[:-1] & ~closing[1:] & (block_types[1:] != BlockType.EOS)) + 2
+    return tuple(cut_points([*after[after < block_types.size].tolist(), block_types.size], most))
+
+
 def pack(
     examples: Sequence[Example],
     indices: Iterable[int] | None = None,
     capacity: int | None = None,
+    piece: int | None = None,
     origin: Origin | None = None,
 ) -> PackedBatch:
     """Lay documents one after another.
@@ -224,6 +287,7 @@ def pack(
         examples: compiled documents.
         indices: which of them, in this order; all where absent.
         capacity: tokens the row may hold; exactly as many as there are where absent.
+        piece: tokens of a piece of a document that alone is longer than the capacity; absent where none may be.
         origin: where they are from.
 
     Raises:
@@ -245,12 +309,18 @@ def pack(
     labels[last] = IGNORE
     targets = np.append(types[1:], types[-1:])
     targets[last] = types[last]
+    capacity = ids.size if capacity is None else capacity
+    pieces: tuple[int, ...] = ()
+    if piece is not None and len(chosen) == 1 and ids.size > capacity:
+        pieces = piece_ends(targets, piece)
+        capacity = len(pieces) * piece
     return PackedBatch(
         input_ids=torch.from_numpy(ids)[None],
         labels=torch.from_numpy(labels)[None],
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         block_types=torch.from_numpy(targets)[None],
-        capacity=ids.size if capacity is None else capacity,
+        capacity=capacity,
+        pieces=pieces,
         origin=origin,
     )
 
@@ -265,6 +335,7 @@ def cut(
     bounds: np.ndarray,
     capacity: int,
     origins: Sequence[Origin | None],
+    piece: int | None = None,
 ) -> list[PackedBatch]:
     """Packs that are laid out one behind another, as batches that are views of the same memory.
 
@@ -277,6 +348,7 @@ def cut(
         bounds: int64 [packs + 1], ascending from 0: the documents of each pack.
         capacity: tokens of a pack.
         origins: of each pack.
+        piece: as for `pack`.
 
     Raises:
         ValueError: more tokens in a pack than the capacity, or a label at a document's last token.
@@ -287,8 +359,10 @@ def cut(
     if (labels[ends[1:] - 1] != IGNORE).any():
         raise ValueError("labels at a document's last token must be -100: it predicts nothing")
     starts = ends[bounds]
-    if (sizes := np.diff(starts)).max() > capacity:
-        raise ValueError(f"{sizes.max()} tokens are more than the capacity of {capacity}")
+    sizes = np.diff(starts)
+    too_long = sizes > capacity if piece is None else (sizes > capacity) & (np.diff(bounds) > 1)
+    if too_long.any():
+        raise ValueError(f"{sizes[too_long].max()} tokens are more than the capacity of {capacity}")
     # each pack has one boundary more than documents
     pack_of = np.repeat(np.arange(sizes.size), np.diff(bounds) + 1)
     cu_seqlens = torch.from_numpy((ends[np.arange(pack_of.size) - pack_of] - starts[pack_of]).astype(np.int32))
@@ -309,6 +383,9 @@ def cut(
             supervised_tokens=count,
             origin=origin,
         )
+        if piece is not None and batch.tokens > capacity:
+            pieces = piece_ends(kinds[0].numpy(), piece)
+            batch.__dict__.update(capacity=len(pieces) * piece, pieces=pieces)
         batches.append(batch)
     return batches
 

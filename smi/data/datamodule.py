@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -69,7 +70,9 @@ class SMIDataModule(LightningDataModule):
             Sources that make their conversations hold out their own kind instead.
         val_batches: validation batches at most; they are the same at every validation, for any seed.
         root: what relative file patterns are relative to.
-        max_length: tokens of a document; longer ones are rejected.
+        max_length: tokens of a document, and of a piece of one.
+        over_long: what becomes of longer documents: "reject", or "split": one that does not fit into a packed row
+            gets a row of its own, which is trained in pieces (`PackedBatch.pieces`).
         pack_length: tokens of a packed row.
         window: documents gathered for shuffling and packing.
         seed: of the training order.
@@ -97,6 +100,7 @@ class SMIDataModule(LightningDataModule):
         val_batches: int = 16,
         root: str | Path = ".",
         max_length: int = 2048,
+        over_long: str = "reject",
         pack_length: int = 2048,
         window: int = 512,
         seed: int = 0,
@@ -130,6 +134,8 @@ class SMIDataModule(LightningDataModule):
             raise ValueError(f"val_fraction must be from 0 up to, not including, 1, not {val_fraction}")
         if val is not None and val_fraction:
             raise ValueError("give either val (sources of their own) or val_fraction (a share of train), not both")
+        if over_long not in ("reject", "split"):
+            raise ValueError(f"over_long must be 'reject' or 'split', not {over_long!r}")
         if on_change not in ("refuse", "continue"):
             raise ValueError(f"on_change must be 'refuse' or 'continue', not {on_change!r}")
         check_sources(self.train_sources)
@@ -140,6 +146,7 @@ class SMIDataModule(LightningDataModule):
         self.val_batches = val_batches
         self.root = root
         self.max_length = max_length
+        self.over_long = over_long
         self.pack_length = pack_length
         self.window = window
         self.seed = seed
@@ -151,7 +158,8 @@ class SMIDataModule(LightningDataModule):
         self.account = RowAccount()
         """What became of the training rows since the stream was last begun, prefetched batches included."""
         self.val_account = RowAccount()
-        self._compiler = Compiler(tokenizer, max_length)
+        self._piece = max_length if over_long == "split" else None
+        self._compiler = Compiler(tokenizer, max_length if self._piece is None else sys.maxsize)
         self._contents: dict[str, list[Any]] = {}
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
         self._mixture: PreparedTraining | None = None
@@ -325,7 +333,7 @@ class SMIDataModule(LightningDataModule):
             )
             pack_count = 0
             for members in pack_windows(
-                ((document, document.tokens) for document in self._checked(documents)),
+                ((document, document.tokens) for document in self._checked(documents, account)),
                 window=self.window,
                 capacity=self.pack_length,
                 rng=Random(f"{order}/packs"),
@@ -335,18 +343,20 @@ class SMIDataModule(LightningDataModule):
             if not pack_count:
                 raise ValueError(f"no training row was accepted, so there is nothing to train on\n{account}")
 
-    def _checked(self, documents: Iterator[Document]) -> Iterator[Document]:
+    def _checked(self, documents: Iterator[Document], account: RowAccount) -> Iterator[Document]:
         held_out = self._validate()[1]
         for document in documents:
             if document.fingerprint in held_out:
                 raise ValueError(f"{document.where} is among the validation rows as well: take it out of one of them")
+            if document.tokens > self.pack_length:
+                account.sources[document.where.source].in_pieces += 1
             yield document
 
     def _prepared(self) -> PreparedTraining:
         """The mixture, without what is held out. Made once."""
         if self._mixture is None:
             sources = [source for source in self.train_sources if isinstance(source, PreparedSource)]
-            mixture = PreparedTraining(Corpus(sources), self.shuffle, self.val_fraction, self.workers)
+            mixture = PreparedTraining(Corpus(sources), self.shuffle, self.val_fraction, self.workers, self._piece)
             if self.val_sources is not None and (leaks := mixture.among(self._validate()[1])):
                 raise ValueError(
                     f"{leaks:,} documents of the mixture are among the validation rows as well: prepare the mixture "
@@ -406,7 +416,8 @@ class SMIDataModule(LightningDataModule):
         return [self.batch(members) for members in chosen], marks
 
     def batch(self, members: list[Document]) -> PackedBatch:
-        return pack([document.example for document in members], capacity=self.pack_length, origin=self._origin(members))
+        examples = [document.example for document in members]
+        return pack(examples, capacity=self.pack_length, piece=self._piece, origin=self._origin(members))
 
     def _origin(self, members: list[Document]) -> Origin:
         # held-out documents may be from sources of their own
@@ -438,6 +449,7 @@ class SMIDataModule(LightningDataModule):
             "val_fraction": self.val_fraction,
             "tokenizer": getattr(self.tokenizer, "fingerprint", None),
             "max_length": self.max_length,
+            "over_long": self.over_long,
             **vars(self.shuffle),
             "accumulate": self.accumulate,
             "micro_batch": self.micro_batch,

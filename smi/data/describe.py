@@ -47,7 +47,8 @@ class Description:
     @property
     def fill(self) -> float:
         """Share of the packs that is in use, 0 to 1."""
-        return float(self.facts.pack_tokens.sum() / (self.facts.pack_tokens.size * self.pack_length))
+        # a document that is longer than a pack fills one as long as itself
+        return float(self.facts.pack_tokens.sum() / np.maximum(self.facts.pack_tokens, self.pack_length).sum())
 
     def table(self) -> Table:
         """One line a source."""
@@ -79,7 +80,7 @@ class Description:
         yield histogram("Tokens a document", facts.tokens, (0, int(facts.tokens.max())), "{:,.0f}")
         yield histogram("Supervised share of a document", facts.targets / facts.tokens, (0, 1), "{:.0%}")
         title = f"Fill of the packs, {self.fill:.2%} on average"
-        yield histogram(title, facts.pack_tokens / self.pack_length, (0, 1), "{:.0%}")
+        yield histogram(title, np.minimum(facts.pack_tokens / self.pack_length, 1), (0, 1), "{:.0%}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield self.table()

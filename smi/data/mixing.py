@@ -30,12 +30,16 @@ class PreparedTraining:
         shuffle: of the training stream.
         val_fraction: share of the documents to hold out, by their fingerprints.
         workers: threads that read ahead.
+        piece: as for `smi.data.batch.pack`.
     """
 
-    def __init__(self, corpus: Corpus, shuffle: Shuffle, val_fraction: float, workers: int) -> None:
+    def __init__(
+        self, corpus: Corpus, shuffle: Shuffle, val_fraction: float, workers: int, piece: int | None = None
+    ) -> None:
         self.corpus = corpus
         self.shuffle = shuffle
         self.workers = workers
+        self.piece = piece
         self.held_out = np.zeros(len(corpus), bool)
         """Documents kept for validation, bool [documents]: those of which `share_of` is below the fraction."""
         if val_fraction:
@@ -56,7 +60,7 @@ class PreparedTraining:
             for window in self._windows(place, account, on_epoch)
         )
         chosen = (window for window in chosen if window.members.size)
-        return read_batches(self.corpus, chosen, self.shuffle.pack_length, self.workers)
+        return read_batches(self.corpus, chosen, self.shuffle.pack_length, self.workers, self.piece)
 
     def packs(self, account: RowAccount) -> Iterator[list[Document]]:
         """The documents of each pack of the training stream, from its beginning."""
@@ -107,6 +111,7 @@ class PreparedTraining:
             counts.rows += chosen.size
             counts.accepted += chosen.size
             counts.tokens += int(self.corpus.tokens[chosen].sum())
+            counts.in_pieces += int((self.corpus.tokens[chosen] > self.shuffle.pack_length).sum())
             counts.supervised_tokens += int(self.corpus.targets[chosen].sum())
 
     def validation(self, most: int, account: RowAccount) -> list[PackedBatch]:
@@ -125,8 +130,10 @@ class PreparedTraining:
         account.epochs += 1
         for source in self.corpus.sources:
             account.sources[source.name] = SourceAccount()
-        packs = pack_lengths(self.corpus.tokens[documents], self.shuffle.pack_length)
+        packs = pack_lengths(
+            np.minimum(self.corpus.tokens[documents], self.shuffle.pack_length), self.shuffle.pack_length
+        )
         window = Window(0, 0, documents[packs.members], packs.bounds)
         window = window.select(permutation(Random("validation"), len(packs))[:most])
         self._count(account, window.members)
-        return list(read_batches(self.corpus, iter([window]), self.shuffle.pack_length, 0))
+        return list(read_batches(self.corpus, iter([window]), self.shuffle.pack_length, 0, self.piece))

@@ -1,8 +1,8 @@
 """Best-fit-decreasing packing on lengths alone, offline and in windows of a stream.
 
-Nothing is cut here and nothing is dropped: a document that is too long for a pack is an error. What to do about
-long ones is decided before: the compiler rejects and counts them, and `cut_points` says where one may be cut
-without cutting what somebody said.
+Nothing is cut here and nothing is dropped. Whether a document may be longer than a pack is decided before: the
+compiler rejects and counts such documents, or lets them through. Then each is a pack of its own, which is trained in
+pieces that end at its `cut_points`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def pack_windows(documents: Iterable[tuple[T, int]], *, window: int, capacity: i
     once. The order depends on the stream and on `rng` alone.
 
     Args:
-        documents: (document, its tokens), each of 1..capacity tokens.
+        documents: (document, its tokens). One of more than `capacity` tokens gets a pack of its own.
         window: documents gathered before packing.
         capacity: tokens that fit into one pack.
         rng: source of the shuffles.
@@ -148,7 +148,8 @@ def _pack_window(
     """
     # equal lengths go in the order of the window, which must not tell the order of the stream
     order = permutation(rng, lengths.size)
-    packs = pack_lengths(lengths[order], capacity)
+    # a document that is longer than a pack fills one: nothing goes beside it
+    packs = pack_lengths(np.minimum(lengths[order], capacity), capacity)
     kept = np.zeros(len(packs), dtype=bool)
     kept[_to_carry(packs, order < waited, max(int(CARRIED * lengths.size), 1))] = True
     sizes = np.diff(packs.bounds)
@@ -176,20 +177,19 @@ def _to_carry(packs: Packs, waited: NDArray[np.bool_], most: int) -> list[int]:
     return kept
 
 
-def cut_points(ends: ArrayLike, capacity: int) -> list[int] | None:
-    """Where to cut a document that is longer than a pack: after whole transmissions, into the fewest pieces.
+def cut_points(ends: ArrayLike, most: int) -> list[int]:
+    """Where to cut a document into the fewest pieces: after whole transmissions, and inside one that is longer still.
 
-    For training that carries the state from one piece to the next; without it, what comes after a cut would be
-    trained without what it answers.
+    For training that carries the state from one piece to the next: nothing is lost at a cut but the gradient that
+    would flow back through it. Without the state, what comes after a cut would be trained without what it answers.
 
     Args:
         ends: [transmissions] whole numbers, ascending: the tokens up to the end of each transmission, its EOT and
             newline included; the last is the length of the document.
-        capacity: tokens that fit into one pack.
+        most: tokens of a piece.
 
     Returns:
-        The end of each piece, the last one that of the document; None where a transmission alone is longer than a
-        pack, so that the document has to be rejected.
+        The end of each piece, the last one that of the document.
     """
     places = np.asarray(ends, dtype=np.int64)
     if places.ndim != 1 or not places.size or (np.diff(places, prepend=0) < 1).any():
@@ -197,10 +197,8 @@ def cut_points(ends: ArrayLike, capacity: int) -> list[int] | None:
     points: list[int] = []
     start = 0
     while start < places[-1]:
-        fitting = int(np.searchsorted(places, start + capacity, side="right"))
+        fitting = int(np.searchsorted(places, start + most, side="right"))
         end = int(places[fitting - 1]) if fitting else 0
-        if end <= start:
-            return None
-        points.append(end)
-        start = end
+        start = end if end > start else start + most
+        points.append(start)
     return points

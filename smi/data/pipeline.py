@@ -96,6 +96,8 @@ class SourceAccount:
     accepted: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
+    in_pieces: int = 0
+    """Of the accepted ones, those longer than a row: each is trained whole, in pieces."""
     rejected: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[Rejection]] = field(default_factory=dict)
     quota: int | None = None
@@ -156,16 +158,19 @@ class RowAccount:
 
         sources = list(self.sources.items())
         quotas = any(account.quota for _, account in sources)
+        pieces = any(account.in_pieces for _, account in sources)
         table = Table(title=f"{title}, {self.epochs} epochs begun" if self.epochs > 1 else title)
         table.add_column("source")
-        columns = ("rows in", "accepted", "rejected", "tokens", "supervised")
-        for column in (*columns, "quota", "short by") if quotas else columns:
+        columns = ["rows in", "accepted", "rejected", "tokens", "supervised"]
+        columns += ["in pieces"] * pieces + ["quota", "short by"] * quotas
+        for column in columns:
             table.add_column(column, justify="right")
         table.add_column("rejected for", overflow="fold")
         for name, account in sources:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in account.rejected.copy().most_common())
             goal = [f"{account.quota or 0:,}", f"{account.shortfall:,}"] if quotas else []
-            table.add_row(name, *_figures(account), *goal, reasons)
+            long = [f"{account.in_pieces:,}"] * pieces
+            table.add_row(name, *_figures(account), *long, *goal, reasons)
         if len(sources) != 1:
             table.add_section()
             table.add_row("all", *_figures(self))

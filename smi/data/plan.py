@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class Plan:
         sources: in the order in which they are taken; the quota of each is what all parts together take from it.
         tokenizer: of the mixture.
         root: what file patterns are relative to; see `find_files`.
-        max_length: tokens of a document; longer ones are rejected.
+        max_length: tokens of a document; longer ones are rejected. None takes any.
         dedupe: exact, normalised or near; near ones from `near_threshold` on, up to a share of `near_limit`.
         held_out: files with text that no row may repeat.
         seed: of the order of each source's blocks.
@@ -84,7 +85,7 @@ class Plan:
     sources: Sequence[SourceSpec]
     tokenizer: Tokenizer
     root: str | Path
-    max_length: int
+    max_length: int | None
     dedupe: str = "exact"
     near_threshold: float = 0.8
     near_limit: float = 0.5
@@ -99,7 +100,8 @@ class Plan:
     def compiler(self) -> RowCompiler:
         by_name = {source.name: source for source in self.sources}
         held_out = HeldOut.from_files(self.held_out) if self.held_out else None
-        return self.compiler_type(by_name, self.root, self.tokenizer, self.max_length, self.dedupe, held_out)
+        max_length = sys.maxsize if self.max_length is None else self.max_length
+        return self.compiler_type(by_name, self.root, self.tokenizer, max_length, self.dedupe, held_out)
 
     def settings(self) -> dict[str, Any]:
         """Everything that the result depends on, with the hash of every source file."""

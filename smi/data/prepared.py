@@ -30,21 +30,21 @@ IGNORE = -100
 
 
 def open_mixture(
-    path: str | Path, tokenizer: Tokenizer, max_length: int, *, mirror: str | Path | None = None
+    path: str | Path, tokenizer: Tokenizer, max_length: int | None, *, mirror: str | Path | None = None
 ) -> list[DocumentSource]:
     """The sources of a prepared mixture.
 
     Args:
         path: the directory of a mixture, or a Parquet file of the reference project's format 2.
         tokenizer: the run's; the mixture must have been compiled with the same vocabulary and structural ids.
-        max_length: the run's; the mixture's must be the same.
+        max_length: the run's, None where it takes any document; the mixture's must be the same.
         mirror: directory of the source files; those that are there must be the ones that were prepared.
 
     Raises ValueError for what is not there, not whole or does not fit; all of it named.
     """
     path = Path(path)
     if path.suffix == ".parquet":
-        return [_open_precompiled(path, tokenizer, max_length)]
+        return [_open_precompiled(path, tokenizer)]
     manifest = read_manifest(path)
     check_fit(manifest, path, tokenizer, {"max_length": max_length})
     check_shards(manifest, path)
@@ -98,7 +98,7 @@ def _read(block: Block, columns: list[str]) -> Iterator[pa.RecordBatch]:
         yield from rows.combine_chunks().to_batches()
 
 
-def _open_precompiled(path: Path, tokenizer: Tokenizer, max_length: int) -> PrecompiledSource:
+def _open_precompiled(path: Path, tokenizer: Tokenizer) -> PrecompiledSource:
     """A Parquet file with a sidecar manifest beside it."""
     beside = (path.with_name(f"{path.name}.manifest.json"), path.with_suffix(".manifest.json"))
     sidecar = next((file for file in beside if file.is_file()), None)
@@ -115,7 +115,7 @@ def _open_precompiled(path: Path, tokenizer: Tokenizer, max_length: int) -> Prec
         raise ValueError(f"{path} has the sha256 {found}, and {sidecar.name} says {wanted['output_sha256']}")
     if missing := {"input_ids", "labels"} - set(pq.read_schema(path).names):
         raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
-    return PrecompiledSource(path.stem, path, tokenizer, max_length, wanted)
+    return PrecompiledSource(path.stem, path, tokenizer, wanted)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,6 @@ class PrecompiledSource:
     name: str
     path: Path
     tokenizer: Tokenizer
-    max_length: int
     origin: Mapping[str, str]
     epochs: int = field(default=1, init=False)
 

@@ -66,7 +66,9 @@ def read_row_group(block: Block, metadata: pq.FileMetaData | None = None) -> Row
     )
 
 
-def read_batches(corpus: Corpus, chosen: Iterator[Window], capacity: int, workers: int) -> Iterator[PackedBatch]:
+def read_batches(
+    corpus: Corpus, chosen: Iterator[Window], capacity: int, workers: int, piece: int | None = None
+) -> Iterator[PackedBatch]:
     """The packs of some windows as batches.
 
     Args:
@@ -74,6 +76,7 @@ def read_batches(corpus: Corpus, chosen: Iterator[Window], capacity: int, worker
         chosen: windows of packs; taken a few ahead of the batches.
         capacity: tokens of a pack.
         workers: threads that read ahead; with 0 everything is done when it is asked for.
+        piece: as for `smi.data.batch.pack`.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="smi-reader") if workers else None
     submit = pool.submit if pool else _at_once
@@ -91,7 +94,7 @@ def read_batches(corpus: Corpus, chosen: Iterator[Window], capacity: int, worker
             groups = read(window, {}) if following is None else following
             for first in range(0, window.bounds.size - 1, PACKS_AT_ONCE):
                 part = window.select(slice(first, first + PACKS_AT_ONCE))
-                ahead.append(submit(_lay_out, corpus, part, groups, capacity))
+                ahead.append(submit(_lay_out, corpus, part, groups, capacity, piece))
                 if first == 0:
                     # reading holds no lock: it goes on while the rest of this window is laid out
                     following = read(after, groups)
@@ -132,7 +135,9 @@ def _at_once(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return done
 
 
-def _lay_out(corpus: Corpus, window: Window, groups: dict[int, Future[RowGroup]], capacity: int) -> list[PackedBatch]:
+def _lay_out(
+    corpus: Corpus, window: Window, groups: dict[int, Future[RowGroup]], capacity: int, piece: int | None
+) -> list[PackedBatch]:
     from smi.data.batch import cut
     from smi.data.layout_kernel import lay_out
 
@@ -175,6 +180,7 @@ def _lay_out(corpus: Corpus, window: Window, groups: dict[int, Future[RowGroup]]
         supervised=supervised,
         bounds=window.bounds,
         capacity=capacity,
+        piece=piece,
         origins=_origins(corpus, window, supervised),
     )
 

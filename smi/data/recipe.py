@@ -8,7 +8,7 @@ from dataclasses import fields
 from hydra import compose, initialize_config_dir
 
 from smi.composing import config_dir, judge, register
-from smi.config import Config, DataConfig, source_options
+from smi.config import Config, DataConfig, longest_document, source_options, tokenizer_source
 from smi.data.datamodule import SMIDataModule
 from smi.data.pipeline import AnySource
 from smi.data.prepared import PrecompiledSource, open_mixture
@@ -44,7 +44,7 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
-    return load_tokenizer(config.tokenizer.source)
+    return load_tokenizer(tokenizer_source(config))
 
 
 def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
@@ -62,7 +62,7 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
             raise ValueError("data.train_files is empty: name your files, as in data.train_files=[talk.jsonl]")
         train = [SourceSpec("train", data.train_files, data.adapter)]
     elif data.mixture is not None:
-        train = list(open_mixture(data.mixture, tokenizer, data.max_length, mirror=data.mirror))
+        train = list(open_mixture(data.mixture, tokenizer, longest_document(data), mirror=data.mirror))
         _check_origin(config, train)
     else:
         if data.mirror is None:
@@ -79,6 +79,7 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         val_batches=data.val_batches,
         root=data.mirror or ".",
         max_length=data.max_length,
+        over_long=data.over_long,
         pack_length=data.pack_length,
         window=data.window,
         seed=config.seed,

@@ -156,7 +156,7 @@ def _settings(manifest: Manifest) -> str:
     near = f", from {duplicates['threshold']} on" if "threshold" in duplicates else ""
     rows = [
         ("tokenizer", f"{settings['tokenizer']['name']}, {settings['tokenizer']['vocabulary_sha256']}"),
-        ("longest document", f"{settings['compile']['max_length']:,} tokens"),
+        ("longest document", "any" if (most := settings["compile"]["max_length"]) is None else f"{most:,} tokens"),
         ("seed", str(settings["seed"])),
         ("duplicates", f"{duplicates['by']}{near}"),
         ("held out", ", ".join(file["file"] for file in settings["held_out"]) or "nothing"),

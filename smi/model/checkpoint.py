@@ -28,7 +28,18 @@ from smi.model.modeling import RWKV7ForCausalLM
 
 # the value residual of layer 0, beside a checkpoint in flash-linear-attention's layout, which has no place for it
 DEAD_FILE = "layer_0_value_residual.safetensors"
-_HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    # not read here: what an export of a model that began with this one hands on
+    "*.py",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "README.md",
+]
 # bytes converted to another dtype before the pages they were read from are given back
 _MAPPED_AT_ONCE = 2**27
 
@@ -59,7 +70,7 @@ def load_pretrained(
         CheckpointError: nothing there, not readable, not RWKV-7, or missing, unexpected or misshaped names, all
             of them listed, in the names of the file.
     """
-    path = _local(source, revision)
+    path = locate(source, revision)
     folder, files = _find(path)
     stored: dict[str, Tensor] = {}
     where: dict[str, str] = {}
@@ -124,8 +135,11 @@ def is_on_hub(source: str | os.PathLike) -> bool:
     return bool(named) and not path.exists()
 
 
-def _local(source: str | os.PathLike, revision: str | None) -> Path:
-    """The path of `source` here, fetched from the hub if need be."""
+def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """The file or directory here of what `load_pretrained` loads, fetched from the hub if need be.
+
+    Raises CheckpointError where it is neither here nor there.
+    """
     path = Path(source)
     if path.exists():
         if revision is not None:

@@ -66,6 +66,14 @@ class RWKV7State:
         wkv = torch.zeros(layers, sequences, heads, size, size, dtype=state_dtype(dtype), device=device)
         return cls(wkv, shift, shift.clone())
 
+    @classmethod
+    def tuned(cls, time_state: Tensor, sequences: int) -> "RWKV7State":
+        """The state of new sequences that begin with the WKV state [L, H, V, K] that was tuned for them, differentiable
+        in it. Shifts are zero: no token came before."""
+        layers, heads, size, _ = time_state.shape
+        shift = time_state.new_zeros(layers, sequences, heads * size)
+        return cls(time_state.unsqueeze(1).expand(-1, sequences, -1, -1, -1), shift, shift)
+
     @property
     def sequences(self) -> int:
         return self.wkv.shape[1]

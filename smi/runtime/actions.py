@@ -13,8 +13,9 @@ The steps come in this order, and each refuses with an error type of its own:
 
 Then the handler runs, and may end as `timeout`, `failed`, or the type of its own `ToolError`. Every ACT yields an OBS.
 
-An ACT that holds token spans is physical: no JSON names it. It goes to the host's `embodiment`, if CAPS declares any
-actions, and what the environment shows afterwards is its observation.
+An ACT that holds token spans is physical: no JSON names it. To the policy it is an action named `physical` whose one
+argument, `act`, is the block. It goes to the host's `embodiment`, if CAPS declares any actions, and what the
+environment shows afterwards is its observation.
 
 Protocol sections: "Actions and Observations", "Parallel Actions", "Errors", "Security".
 """
@@ -38,6 +39,8 @@ from smi.protocol.tokens import BlockType
 from smi.runtime.tools import Tool, ToolError
 
 Permission: TypeAlias = Literal["allow", "deny", "ask"]
+PHYSICAL = "physical"
+"""What policies call an ACT that holds token spans, as its type and its name."""
 Check: TypeAlias = Callable[[Action], str | None]
 """A check of the host: what speaks against running an action now, or None."""
 
@@ -47,7 +50,8 @@ class Policy:
     """What may run, and how much of it.
 
     permissions: by name of tool or action; `default` for all others.
-    ask: asked for an action whose permission is "ask"; plain or async; anything but True denies. None denies.
+    ask: asked for an action whose permission is "ask"; plain or async; anything but True denies, an error too, and
+        so does None.
     checks: of the environment, in order; the first that returns a text refuses with it.
     max_per_turn: actions of one transmission that may run; None for no limit.
     rate: (calls, seconds): at most so many calls of one name within any such time; None for no limit.
@@ -105,7 +109,7 @@ class Outcome:
     """What became of one ACT block.
 
     caused_by: its id; `#n`, counted from 1, for the n-th ACT of a transmission where it has none that can be used.
-    action: as it was understood; None where it was not.
+    action: as it was understood; None where it was not, and for a physical one.
     result: of the handler. seen: OBS blocks of the environment after a physical action. error: why it did not run,
     or not to its end.
     seconds: that the handler took.
@@ -170,18 +174,20 @@ class ActionRunner:
         try:
             # judged one after the other: what one action uses up, the next one does not have
             for number, act in enumerate(acts):
-                name = f"#{number + 1}"
                 verdict = self._parse(act, capabilities, number in cut, seen)
                 action = verdict if isinstance(verdict, Action) else None
-                if action is not None:
-                    name, verdict = action.id, await self._judge(action, running)
-                elif isinstance(verdict, Refusal) and (id := _usable_id(act, seen)):
-                    seen.add(name := id)
-                if isinstance(verdict, Refusal):
-                    jobs.append(asyncio.create_task(_at_once(Outcome(name, action, error=verdict))))
+                if action is None or action.type == PHYSICAL:
+                    name = _usable_id(act, seen) or _made_up_id(number + 1, acts)
+                else:
+                    name = action.id
+                seen.add(name)
+                refusal = await self._judge(action, running) if action else verdict
+                if isinstance(refusal, Refusal):
+                    jobs.append(asyncio.create_task(_at_once(Outcome(name, _named(action), error=refusal))))
                     continue
+                assert action is not None
                 running += 1
-                job = self._execute(action, limit) if action else self._embody(name, act, body)
+                job = self._embody(name, action, body) if action.type == PHYSICAL else self._execute(action, limit)
                 jobs.append(asyncio.create_task(job))
             return list(await asyncio.gather(*jobs))
         except BaseException:
@@ -190,16 +196,14 @@ class ActionRunner:
             await asyncio.gather(*jobs, return_exceptions=True)
             raise
 
-    def _parse(self, act: Block, capabilities: Mapping[str, Any], cut: bool, seen: set[str]) -> Action | Refusal | None:
-        """The action, why there is none, or None for a physical one."""
+    def _parse(self, act: Block, capabilities: Mapping[str, Any], cut: bool, seen: set[str]) -> Action | Refusal:
+        """The action, or why there is none."""
         if cut:
             return Refusal("unfinished", "the action was cut by a limit on generated tokens; it was not executed")
         if any(isinstance(part, Span) for part in act.parts):
             if not capabilities.get("actions"):
                 return Refusal("undeclared", "no actions are declared")
-            if self._embodiment is None:
-                return Refusal("no_handler", "actions are declared, but no embodiment is here to run them")
-            return None
+            return Action("", PHYSICAL, PHYSICAL, {"act": act})
         if len(act.text) > self.policy.max_payload:
             size = f"{len(act.text):,} characters, at most {self.policy.max_payload:,} are read"
             return Refusal("malformed", f"the action is too large: {size}")
@@ -209,15 +213,19 @@ class ActionRunner:
             return Refusal(_TYPES.get(error.reason, "malformed"), error.message, error.where)
         if action.id in seen:
             return Refusal("malformed", f"another action of this transmission has the id {action.id!r}", "id")
-        seen.add(action.id)
         return action
 
     async def _judge(self, action: Action, running: int) -> Refusal | None:
         policy, name = self.policy, action.name
         permission = policy.permissions.get(name, policy.default)
         if permission == "ask":
-            answer = False if policy.ask is None else policy.ask(action)
-            permission = "allow" if (await answer if inspect.isawaitable(answer) else answer) is True else "deny"
+            try:
+                answer = False if policy.ask is None else policy.ask(action)
+                permission = "allow" if (await answer if inspect.isawaitable(answer) else answer) is True else "deny"
+            except Exception as error:  # whoever could not be asked has not said yes
+                return Refusal(
+                    "permission_denied", f"nobody could be asked: {type(error).__name__}: {error}".rstrip(": ")
+                )
         if permission == "deny":
             return Refusal("permission_denied", f"{name!r} may not be used here")
         if policy.max_per_turn is not None and running >= policy.max_per_turn:
@@ -232,7 +240,7 @@ class ActionRunner:
                 objection = f"the check of the environment failed: {type(error).__name__}: {error}"
             if objection is not None:
                 return Refusal("environment", objection)
-        if name not in self.tools:
+        if (self._embodiment is None) if action.type == PHYSICAL else (name not in self.tools):
             return Refusal("no_handler", f"{name!r} is declared, but nothing here can run it")
         if policy.rate is not None:
             self._calls.setdefault(name, deque()).append(self._clock())
@@ -251,11 +259,12 @@ class ActionRunner:
         error = error or self._unfit(result)
         return Outcome(action.id, action, None if error else result, error=error, seconds=took)
 
-    async def _embody(self, name: str, act: Block, body: asyncio.Semaphore) -> Outcome:
+    async def _embody(self, name: str, action: Action, body: asyncio.Semaphore) -> Outcome:
         assert self._embodiment is not None
+        seconds = self.policy.timeouts.get(PHYSICAL, self.policy.timeout)
         async with body:
-            result, error, took = await _timed(self._embodiment, {"act": act}, self.policy.timeout)
-        seen = () if error else tuple(result)
+            result, error, took = await _timed(self._embodiment, action.arguments, seconds)
+        seen = tuple(result) if isinstance(result, Sequence) else ()
         if error is None and not (seen and all(isinstance(b, Block) and b.type is BlockType.OBS for b in seen)):
             error = Refusal("failed", "the embodiment must return at least one OBS block, and nothing else")
         return Outcome(name, None, seen=() if error else seen, error=error, seconds=took)
@@ -285,8 +294,10 @@ async def _timed(
     result, error = None, None
     try:
         async with asyncio.timeout(seconds) as limit:
-            called = run(**arguments) if inspect.iscoroutinefunction(run) else _in_thread(run, arguments)
-            result = await called
+            result = await (run(**arguments) if inspect.iscoroutinefunction(run) else _in_thread(run, arguments))
+            # objects and partial functions may be async without showing it
+            if inspect.isawaitable(result):
+                result = await result
     except TimeoutError as failure:
         late = limit.expired()
         message = f"took longer than {seconds:g} s" if late else f"{type(failure).__name__}: {failure}"
@@ -320,6 +331,20 @@ def _in_thread(run: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio
 
     threading.Thread(target=work, daemon=True, name="smi-action").start()
     return future
+
+
+def _named(action: Action | None) -> Action | None:
+    """An action that JSON names."""
+    return None if action is None or action.type == PHYSICAL else action
+
+
+def _made_up_id(number: int, acts: Sequence[Block]) -> str:
+    """`#n`, with as many more marks as it takes: a model may give such ids to its own actions."""
+    own = {_usable_id(act, set()) for act in acts}
+    id = f"#{number}"
+    while id in own:
+        id = f"#{id}"
+    return id
 
 
 def _usable_id(act: Block, seen: set[str]) -> str | None:

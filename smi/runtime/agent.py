@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -97,14 +98,25 @@ class Agent:
             least = f"max_steps must be 1 or more and max_tokens {self._least} or more"
             raise ValueError(f"{least}, not {max_steps} and {max_tokens}")
         self.runner = ActionRunner(box, policy, embodiment)
-        # the CAPS object that the session is given
+        # the CAPS object that its own sessions are given
         self.capabilities: dict[str, Any] = {} if declared.payload is None else loads(declared.payload)
-        self._constrain = (lambda kind: None) if constrainer is None else constrainer.actions(self.capabilities)
+        self._constrainer = constrainer
+        self._hold(self.capabilities)
         self.limits, self.sampling = limits or Limits(), sampling or Sampling()
         self._max_steps, self._max_tokens = max_steps, max_tokens
         self.on_event, self.on_outcomes = on_event, on_outcomes
         self._runtime, self._instructions = runtime, tuple(self._header)
         self.session: Session = runtime.open()
+
+    def _hold(self, capabilities: Mapping[str, Any]) -> None:
+        """Hold decoding to these declarations, where it is held at all."""
+        held = self._constrainer
+        self._constrain = (lambda kind: None) if held is None else held.actions(capabilities)
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """The CAPS object in force: a session that was adopted brings its own."""
+        return self.session.capabilities if self.session.tokens else self.capabilities
 
     @property
     def transcript(self) -> Stream:
@@ -132,7 +144,7 @@ class Agent:
             if left is not None and left < self._least:
                 ended = "max_tokens"
                 break
-            reply = await asyncio.to_thread(self._turn, left)
+            reply = await self._written(left)
             steps += 1
             tokens += len(reply.ids)
             acts, cut = _acts(reply)
@@ -146,15 +158,29 @@ class Agent:
         assert reply is not None
         return Answer(reply.text, ended, reply.reason, steps, tokens, tuple(outcomes))
 
-    def _turn(self, left: int | None) -> Reply:
+    async def _written(self, left: int | None) -> Reply:
+        """A turn in a thread. If this is cancelled, so is the turn, before anyone else can use the session."""
+        halt = threading.Event()
+        turn = asyncio.ensure_future(asyncio.to_thread(self._turn, left, halt))
+        try:
+            return await asyncio.shield(turn)
+        except asyncio.CancelledError:
+            halt.set()
+            await asyncio.gather(turn, return_exceptions=True)
+            raise
+
+    def _turn(self, left: int | None, halt: threading.Event) -> Reply:
         limits = self.limits
         if left is not None:
             limits = replace(limits, max_tokens=min(limits.max_tokens, left))
         for event in self.session.generate(limits, self.sampling, constrain=self._constrain):
+            if halt.is_set():
+                break
             self.on_event(event)
             if isinstance(event, TurnEnded):
                 return event.reply
-        raise AssertionError("a turn ends with TurnEnded")
+        assert halt.is_set(), "a turn ends with TurnEnded"
+        raise asyncio.CancelledError
 
     def adopt(self, session: Session) -> Session:
         """Go on in another session, such as a fork or a restored one; returns the one so far, still open."""
@@ -162,12 +188,14 @@ class Agent:
         if session.tokens:
             # it has its instructions and declarations already
             self._header = []
+            self._hold(session.capabilities)
         return before
 
     def renew(self) -> None:
         """Forget everything: a fresh session, with the same instructions and tools."""
         self.session.close()
         self.session, self._header = self._runtime.open(), list(self._instructions)
+        self._hold(self.capabilities)
 
     def close(self) -> None:
         """Give the session up."""

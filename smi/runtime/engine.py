@@ -223,9 +223,14 @@ class Engine:
                 self._drop(job, error)
             return
         for job, events in news.items():
-            job.tell(events)
-            if isinstance(events[-1], TurnEnded):
-                self._finish(job)
+            try:
+                job.tell(events)
+                if isinstance(events[-1], TurnEnded):
+                    self._finish(job)
+            except Exception as error:
+                # one listener that fails ends its own turn and no other
+                log.exception("what a turn came to could not be told; it ends")
+                self._drop(job, error)
 
     def _finish(self, job: Job) -> None:
         session, said = job.session, job.answered()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smi.model.modeling import RWKV7ForCausalLM
+from smi.model.modeling import RWKV7ForCausalLM, RWKV7State
 from smi.protocol.codec import Example
 from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.json_text import loads
@@ -103,10 +103,11 @@ def play(
     *,
     max_tokens: int = 256,
     batch: int = 64,
+    time_state: Tensor | None = None,
 ) -> list[Played]:
     """Generates every model transmission of `conversations` greedily, each after the true prefix.
 
-    max_tokens: of each transmission. batch: transmissions at a time.
+    max_tokens: of each transmission. batch: transmissions at a time. time_state: as for `StatePool`.
     """
     turns = [
         (conversation, Stream(stream.transmissions[:i]), transmission.blocks)
@@ -117,7 +118,7 @@ def play(
     ]
     was_training = model.training
     try:
-        runtime = Runtime(model, tokenizer, capacity=batch)
+        runtime = Runtime(model, tokenizer, capacity=batch, time_state=time_state)
         written = replies(runtime, [prompt for _, prompt, _ in turns], Limits(max_tokens))
     finally:
         model.train(was_training)
@@ -144,9 +145,11 @@ def score_actions(
     *,
     max_tokens: int = 256,
     batch: int = 64,
+    time_state: Tensor | None = None,
 ) -> ActionScores:
     """`play` and `score` together."""
-    return score(play(model, tokenizer, conversations, max_tokens=max_tokens, batch=batch), tokenizer)
+    played = play(model, tokenizer, conversations, max_tokens=max_tokens, batch=batch, time_state=time_state)
+    return score(played, tokenizer)
 
 
 def _budget(prompt: Stream) -> int | None:
@@ -183,9 +186,12 @@ class BlockLoss:
 
 
 @torch.inference_mode()
-def block_losses(model: RWKV7ForCausalLM, examples: Iterable[Example]) -> dict[BlockType, BlockLoss]:
+def block_losses(
+    model: RWKV7ForCausalLM, examples: Iterable[Example], time_state: Tensor | None = None
+) -> dict[BlockType, BlockLoss]:
     """The loss of the true tokens by the type of the block they stand in, as training counts them: supervised ones,
     type tokens included. The first token of an example is predicted by nothing. Types that have none are left out.
+    time_state: as for `StatePool`.
 
     Raises RuntimeError as torch does where the model fails.
     """
@@ -194,7 +200,7 @@ def block_losses(model: RWKV7ForCausalLM, examples: Iterable[Example]) -> dict[B
     tokens, nll = torch.zeros(len(BlockType), dtype=torch.int64), torch.zeros(len(BlockType), dtype=torch.float64)
     try:
         for row in _rows(examples):
-            hidden = _hidden(model, row)
+            hidden = _hidden(model, row, time_state)
             ids = torch.from_numpy(np.concatenate([e.input_ids for e in row]).astype(np.int64))
             kinds = torch.from_numpy(np.concatenate([e.block_types for e in row]).astype(np.int64))
             # a target's score stands one position before it
@@ -223,15 +229,17 @@ def _rows(examples: Iterable[Example]) -> Iterable[list[Example]]:
         yield row
 
 
-def _hidden(model: RWKV7ForCausalLM, row: list[Example]) -> Tensor:
+def _hidden(model: RWKV7ForCausalLM, row: list[Example], time_state: Tensor | None) -> Tensor:
     """What the head reads, [T, C], for examples that do not see each other."""
     device = model.head.weight.device
     ids = torch.from_numpy(np.concatenate([e.input_ids for e in row]).astype(np.int64)).to(device)
+    state = None if time_state is None else RWKV7State.tuned(time_state.to(device), len(row))
     if len(row) > 1:
         bounds = np.cumsum([0, *(len(e.input_ids) for e in row)]).astype(np.int32)
-        out = model.rwkv7(input_ids=ids[None], cu_seqlens=torch.from_numpy(bounds).to(device), use_cache=False)
+        cu_seqlens = torch.from_numpy(bounds).to(device)
+        out = model.rwkv7(input_ids=ids[None], state=state, cu_seqlens=cu_seqlens, use_cache=False)
         return out.last_hidden_state[0]
-    parts, state = [], None
+    parts = []
     for part in ids.split(ROW_TOKENS):
         out = model.rwkv7(input_ids=part[None], state=state, use_cache=True)
         parts.append(out.last_hidden_state[0])

@@ -4,7 +4,9 @@ from pathlib import Path
 
 from torch import nn
 
+from smi.model.configuration import RWKV7Config
 from smi.model.modeling import RWKV7ForCausalLM
+from smi.model.time_state import TIME_STATE_FILE, load_time_state
 from smi.runtime.session import Runtime
 
 
@@ -18,16 +20,20 @@ def load_runtime(checkpoint: str, tokenizer: str | None = None, capacity: int = 
     """Model and tokenizer of a checkpoint, ready for sessions.
 
     checkpoint: a run directory, an export, or whatever `load_pretrained` takes. tokenizer: where it is not beside
-    the model; as for `load_tokenizer`.
+    the model; as for `load_tokenizer`. Sessions begin with the initial state beside the model, where one was tuned.
     Raises what these raise: ValueError and OSError that say what is missing.
     """
     from smi.model.checkpoint import load_pretrained
     from smi.tokenizer import load_tokenizer
 
     source = find_export(checkpoint)
+    tuned = Path(source) / TIME_STATE_FILE
     if not Path(source).exists() and ("/" not in source or source.startswith((".", "/", "~"))):
         raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
-    return Runtime(for_decoding(load_pretrained(source)), load_tokenizer(tokenizer or source), capacity)
+    model = load_pretrained(source)
+    assert isinstance(model.config, RWKV7Config)
+    time_state = load_time_state(tuned, model.config) if tuned.is_file() else None
+    return Runtime(for_decoding(model), load_tokenizer(tokenizer or source), capacity, time_state=time_state)
 
 
 def for_decoding(model: RWKV7ForCausalLM) -> RWKV7ForCausalLM:

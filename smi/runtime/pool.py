@@ -24,14 +24,18 @@ class PoolFull(RuntimeError):
 
 
 class StatePool:
-    """States of up to `capacity` sessions: wkv [L, capacity, H, V, K] float32 and both shifts [L, capacity, C]."""
+    """States of up to `capacity` sessions: wkv [L, capacity, H, V, K] float32 and both shifts [L, capacity, C].
 
-    def __init__(self, model: RWKV7ForCausalLM, capacity: int) -> None:
+    time_state: float32 [L, H, V, K], the WKV state that a session begins with; zero when absent.
+    """
+
+    def __init__(self, model: RWKV7ForCausalLM, capacity: int, time_state: torch.Tensor | None = None) -> None:
         if type(capacity) is not int or capacity < 1:
             raise ValueError(f"capacity must be a whole number from 1 up, not {capacity!r}")
         weight, config = model.head.weight, model.config
         assert isinstance(config, RWKV7Config)
         self._state = RWKV7State.fresh(config, capacity, weight.device, weight.dtype)
+        self._time_state = None if time_state is None else time_state.to(weight.device)
         self._owners: list[object | None] = [None] * capacity
         self._freed = threading.Condition()
 
@@ -44,7 +48,7 @@ class StatePool:
         return self._owners.count(None)
 
     def take(self, owner: object, wait: float = 0.0) -> int:
-        """A zeroed slot for `owner`. Raises PoolFull when none is free within `wait` seconds."""
+        """A slot for `owner`, in a new session's state. Raises PoolFull when none is free within `wait` seconds."""
         deadline = time.monotonic() + wait
         with self._freed:
             while None not in self._owners:
@@ -57,6 +61,8 @@ class StatePool:
             slot = self._owners.index(None)
             self._owners[slot] = owner
             self._clear(slot)
+            if self._time_state is not None:
+                self._state.wkv[:, slot] = self._time_state
             return slot
 
     def free(self, slot: int, owner: object) -> None:

@@ -1,10 +1,14 @@
 """Choosing one token from scores: greedy, or sampled from what temperature, top-k, top-p, min-p and penalties leave."""
 
+import math
 from dataclasses import dataclass
 from random import Random
 
 import torch
 from torch import Tensor
+
+# of a penalised score; a float32 holds it
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,22 @@ class Sampler:
         Args:
             scores: float [V], the logits.
             allowed: bool [V], at least one True.
+
+        Raises RuntimeError where no allowed id has a finite score: chance would then choose among all ids.
         """
         how = self.sampling
         scores = scores.float()
         if self._counts:
             scores = self._penalised(scores)
         scores = scores.masked_fill(~allowed, float("-inf"))
+        likeliest = int(scores.argmax())
+        # argmax finds a nan before anything else
+        if not math.isfinite(best := float(scores[likeliest])):
+            raise RuntimeError(f"the best score of an allowed id is {best}: the model's logits are not finite")
         if how.temperature == 0:
-            return int(scores.argmax())
-        return self._draw(scores / how.temperature)
+            return likeliest
+        # the likeliest has 0, so that no temperature makes it infinite
+        return self._draw((scores.double() - best) / how.temperature)
 
     def count(self, id: int) -> None:
         """Note that `id` was written as payload."""
@@ -83,14 +94,15 @@ class Sampler:
             return scores
         ids = torch.tensor(list(self._counts), device=scores.device)
         times = torch.tensor(list(self._counts.values()), device=scores.device, dtype=scores.dtype)
-        old = scores[ids]
+        old = scores[ids].double()
         new = torch.where(old > 0, old / how.repetition_penalty, old * how.repetition_penalty)
         new = new - how.presence_penalty - how.frequency_penalty * times
-        return scores.index_copy(0, ids, new)
+        # a penalty of any size leaves an id that may be the only one allowed
+        return scores.index_copy(0, ids, new.clamp(-_LARGEST, _LARGEST).to(scores.dtype))
 
     def _draw(self, scores: Tensor) -> int:
         how = self.sampling
-        chances, ids = scores.double().softmax(-1).sort(descending=True)
+        chances, ids = scores.softmax(-1).sort(descending=True)
         keep = torch.ones_like(chances, dtype=torch.bool)
         if how.top_k:
             keep[how.top_k :] = False

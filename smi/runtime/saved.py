@@ -51,7 +51,7 @@ def save(
     model: str,
     tokenizer: str,
 ) -> None:
-    """Write the file whole or not at all."""
+    """Write the file whole or not at all. Raises OSError."""
     tensors = {name: getattr(state, name).cpu().contiguous() for name in _TENSORS}
     tensors["ids"] = torch.tensor(list(ids), dtype=torch.int32)
     if scores is not None:
@@ -66,7 +66,10 @@ def save(
     }
     draft = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, draft, metadata=about)
+        try:
+            save_file(tensors, draft, metadata=about)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from None
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(draft, path)
@@ -74,11 +77,13 @@ def save(
         draft.unlink(missing_ok=True)
 
 
-def load(path: Path, like: RWKV7State, *, model: str, tokenizer: str) -> Saved:
-    """Read a file that must fit `like` (S = 1) in shapes and dtypes, and these fingerprints.
+def load(path: Path, like: RWKV7State, *, rows: int, model: str, tokenizer: str) -> Saved:
+    """Read a file that must fit `like` (S = 1) in shapes and dtypes, a head of `rows`, and these fingerprints.
 
-    Raises ValueError that says what does not fit; FileNotFoundError.
+    Raises ValueError that says what does not fit; OSError.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory, no saved session")
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
@@ -95,11 +100,13 @@ def load(path: Path, like: RWKV7State, *, model: str, tokenizer: str) -> Saved:
     ):
         if about.get(key) != want:
             raise ValueError(f"{path} was saved with another {what}: {about.get(key)}, this is {want}")
-    for name in _TENSORS:
-        found, want = tensors[name], getattr(like, name)
-        if found.shape != want.shape or found.dtype != want.dtype:
-            given, needed = (f"{x.dtype} {list(x.shape)}" for x in (found, want))
-            raise ValueError(f"{path}: {name} is {given}, but this model has {needed}")
+    # logits have the dtype of the layers, as the shifts do
+    wanted = {name: (list(x.shape), x.dtype) for name in _TENSORS for x in [getattr(like, name)]}
+    wanted["scores"] = [rows], like.att_shift.dtype
+    for name in tensors.keys() & wanted.keys():
+        found, (shape, dtype) = tensors[name], wanted[name]
+        if list(found.shape) != shape or found.dtype != dtype:
+            raise ValueError(f"{path}: {name} is {found.dtype} {list(found.shape)}, but this model has {dtype} {shape}")
         if not bool(found.isfinite().all()):
             raise ValueError(f"{path}: {name} holds values that are not finite")
     ids = tensors["ids"]

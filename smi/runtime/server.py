@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from smi.runtime.openai import (
 from smi.runtime.session import Runtime
 from smi.runtime.turn import BlockCut, Reply, TurnEnded
 
+log = logging.getLogger("smi")
+
 T = TypeVar("T")
 
 PATHS = ("/v1/chat/completions", "/v1/models", "/health", "/metrics")
@@ -60,13 +63,13 @@ class Settings:
     of its own; none leaves it open. hosts: values of the Host header that are served, None for all; a local server
     without tokens names its own, so that no web page can reach it under another.
     max_queue: requests that may wait beside those that are answered. max_body: bytes. max_tokens: of an answer.
-    timeout: seconds of a request, waiting included.
+    timeout: seconds of a request, waiting included; a client that reads its stream slowly has as many beyond.
     """
 
     model: str
     tokens: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
-    max_queue: int = 64
+    max_queue: int = 256
     max_body: int = 4 << 20
     max_tokens: int = 1024
     timeout: float = 300.0
@@ -293,7 +296,7 @@ class _Server:
                 raise started
             assert isinstance(started, Started)
             if request.stream:
-                return _Events(_events(request, answer, started), held.pop_all().close)
+                return _Events(_events(request, answer, started), self._settings.timeout * 2, held.pop_all().close)
             reply = await _unless_gone(http, _last(answer))
             made = Envelope(request).whole(answer.message, answer.message.finish_reason(reply), _usage(started, reply))
             return _json(made)
@@ -355,15 +358,19 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 class _Events(StreamingResponse):
-    """A stream that lets go of what it holds however it ends."""
+    """A stream that lets go of what it holds however it ends, and after some seconds in any case."""
 
-    def __init__(self, events: AsyncIterator[str], done: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[str], seconds: float, done: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._done = done
+        self._seconds, self._done = seconds, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            # the engine ends an answer in time; what takes longer is a client that does not read
+            async with asyncio.timeout(self._seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.warning("a client did not read its stream within %g s; the connection is closed", self._seconds)
         finally:
             self._done()
 

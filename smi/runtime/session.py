@@ -14,6 +14,7 @@ Protocol sections: "Stateful Inference", "Session Isolation", "Runtime and Model
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -198,16 +199,20 @@ class Session:
     ) -> Iterator[TurnEvent]:
         """The model's transmission as events; the last one is `TurnEnded`. Arguments as for `begin`.
 
-        Leaving the iterator before its end cancels the turn: the session is then as it was when the model got the
-        floor, and may generate again.
+        Leaving the iterator before the model hands over cancels the turn: the session is then as it was when the
+        model got the floor, and may generate again. Raises SessionError where somebody else ended the turn.
         """
-        self.begin(limits, sampling, stops=stops, constrain=constrain)
+        turn = self.begin(limits, sampling, stops=stops, constrain=constrain)
         try:
-            while self._turn is not None:
+            while turn.reply is None:
+                if self._turn is not turn:
+                    raise SessionError("the turn was cancelled")
                 for _, event in self._runtime.step([self]):
                     yield event
         finally:
-            self.cancel()
+            # by now the floor may be another turn's
+            if self._turn is turn:
+                self.cancel()
 
     def reply(self, *arguments: Any, **settings: Any) -> Reply:
         """`generate` to its end."""
@@ -218,13 +223,13 @@ class Session:
         """Give up a turn in progress, as if it had not begun. Without one, nothing happens."""
         if self._turn is None or self.closed:
             return
-        self._turn = None
         if self._undo is not None:
             state, ids, read, scores = self._undo
             self._runtime.restore_slot(self, state)
             del self._ids[ids:]
             self._read, self._scores = read, scores
-        self._undo = None
+        # last: if this is interrupted, nothing but another cancel is let in
+        self._turn = self._undo = None
 
     def _tightened(self, limits: Limits) -> Limits:
         reasoning = self.controls.get("reasoning", {})
@@ -239,9 +244,10 @@ class Session:
         """A session of its own that has read and heard the same. Raises PoolFull."""
         self._check()
         copy = self._runtime.open(wait=wait)
-        self._runtime.restore_slot(copy, self._runtime.state_of(self))
-        copy.transmissions, copy._open = list(self.transmissions), list(self._open)
-        copy._ids, copy._read, copy._scores = list(self._ids), self._read, self._scores
+        with self._runtime.closing_if_it_fails([copy]):
+            self._runtime.restore_slot(copy, self._runtime.state_of(self))
+            copy.transmissions, copy._open = list(self.transmissions), list(self._open)
+            copy._ids, copy._read, copy._scores = list(self._ids), self._read, self._scores
         return copy
 
     def save(self, path: str | Path) -> None:
@@ -283,6 +289,10 @@ class Runtime:
         tokenizer: that of the streams it was trained on.
         capacity: sessions at a time. A full pool refuses or waits; slots are never shared.
         namespaces: of spans in blocks of either side.
+        time_state: float32 [L, H, V, K], the WKV state that sessions begin with; zero when absent.
+
+    A session's logits are what they are for it alone, but for the rounding of sums that a batch adds up in another
+    order: in float32 within 1e-4 of the largest logit.
 
     One thread at a time moves sessions; others wait for it. Raises ValueError where tokenizer and model do not fit.
     """
@@ -293,6 +303,7 @@ class Runtime:
         tokenizer: Tokenizer,
         capacity: int = 16,
         namespaces: Sequence[TokenNamespace] = (),
+        time_state: Tensor | None = None,
     ) -> None:
         rows = model.head.weight.shape[0]
         if tokenizer.vocab_size > rows:
@@ -305,7 +316,8 @@ class Runtime:
         self._decoder = Decoder(model)
         self.namespaces = tuple(namespaces)
         self.grammar = Grammar(tokenizer, rows, namespaces, model.head.weight.device)
-        self.pool = StatePool(model, capacity)
+        self.time_state = time_state
+        self.pool = StatePool(model, capacity, time_state)
         self.handover = [tokenizer.structural.eot, *tokenizer.encode("\n")]
         self._lock = threading.RLock()
 
@@ -330,14 +342,18 @@ class Runtime:
         the slot that was taken for it is then clear and free again.
         """
         session = self.open(wait)
-        try:
+        with self.closing_if_it_fails([session]):
             found = saved.load(
                 Path(path),
                 self.pool.read([session.slot], [session]),
+                rows=self.grammar.rows,
                 model=self.fingerprint,
                 tokenizer=self.tokenizer.fingerprint,
             )
-            stream, session._open = saved.tree(found, self.tokenizer, self.namespaces, self.handover)
+            try:
+                stream, session._open = saved.tree(found, self.tokenizer, self.namespaces, self.handover)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
             session.transmissions = list(stream.transmissions)
             session._ids, session._read = list(found.ids), found.read
             if found.scores is not None:
@@ -345,10 +361,17 @@ class Runtime:
             elif found.read == len(found.ids) and not session._open and session._ids:
                 raise ValueError(f"{path} has neither ids left to read nor scores to go on from")
             self.restore_slot(session, found.state)
-        except BaseException:
-            session.close()
-            raise
         return session
+
+    @contextlib.contextmanager
+    def closing_if_it_fails(self, sessions: Sequence[Session]) -> Iterator[None]:
+        """Close these sessions on any error or interruption: nothing tells how much of it their states have seen."""
+        try:
+            yield
+        except BaseException:
+            for session in sessions:
+                self.release(session)
+            raise
 
     def step(self, sessions: Sequence[Session]) -> list[tuple[Session, TurnEvent]]:
         """One more id for each of these turns, in one batch; the events it completes, by session.
@@ -360,13 +383,8 @@ class Runtime:
             for session in sessions:
                 if session.closed or session._turn is None:
                     raise SessionError("step needs sessions in which the model has the floor: begin a turn first")
-            try:
+            with self.closing_if_it_fails(sessions):
                 return self._step(list(sessions))
-            except BaseException:
-                for session in sessions:
-                    session._turn = None
-                    self.release(session)
-                raise
 
     def _step(self, sessions: list[Session]) -> list[tuple[Session, TurnEvent]]:
         self.read(sessions)
@@ -407,7 +425,8 @@ class Runtime:
     def read(self, sessions: Sequence[Session], at_most: int | None = None) -> None:
         """Let each session read its unread ids, packed into rows of at most PREFILL_TOKENS.
 
-        at_most: ids that are read now, over all sessions; None for all there are.
+        at_most: ids that are read now, over all sessions; None for all there are. If the model fails or this is
+        interrupted, the sessions that were being read are closed.
         """
         left = sum(s.unread for s in sessions) if at_most is None else at_most
         with self._lock:
@@ -417,7 +436,8 @@ class Runtime:
                     if take := min(session.unread, room):
                         group.append((session, take))
                         room -= take
-                self._read_group(group)
+                with self.closing_if_it_fails([session for session, _ in group]):
+                    self._read_group(group)
                 left -= sum(take for _, take in group)
 
     def _read_group(self, group: list[tuple[Session, int]]) -> None:

@@ -170,12 +170,13 @@ class Turn:
         if self._stopped:
             return []
         text = self._held + text
-        places = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if places:
+        # the one that is whole first, so that it does not matter how tokens cut the text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
             self._stopped = True
             self._writer.end()
             self._held = ""
-            return self._say(text[: min(places)])
+            return self._say(text[: min(found)[1]])
         longest = max(
             (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
             default=0,

@@ -9,10 +9,11 @@ from rich.markup import escape
 from smi.config import Config
 from smi.data.recipe import build_data, build_tokenizer
 from smi.model.configuration import RWKV7Config
-from smi.training.memory_estimate import MemoryEstimate, estimate_memory
+from smi.training.memory_estimate import GIB, MemoryEstimate, check_fits, estimate_memory
 from smi.training.models import check_device, outline_model
 from smi.training.run_directory import find_checkpoint
 from smi.training.setup import summary
+from smi.training.tuning import count_trained
 from smi.training.waiting import is_prepared
 
 T = TypeVar("T")
@@ -46,9 +47,8 @@ def check_run(config: Config, console: Console) -> None:
     if tokenizer is not None and model is not None:
         table = summary(config, model, tokenizer)
         if isinstance(model.config, RWKV7Config):
-            needs = estimate_memory(config, model.config)
-            if needs.card is not None and needs.total > needs.card:
-                reasons.append(f"training needs about {_gb(needs.total)}, and the card has {_gb(needs.card)}")
+            needs = estimate_memory(config, model.config, count_trained(model, config.tuning))
+            attempt(check_fits, config, needs)
             table.add_row("[bold]memory[/bold]", _memory(needs))
         if backend is not None:
             table.add_row("[bold]WKV backend[/bold]", escape(backend))
@@ -61,10 +61,10 @@ def check_run(config: Config, console: Console) -> None:
 
 
 def _memory(needs: MemoryEstimate) -> str:
-    parts = ", ".join(f"{_gb(size)} {part}" for part, size in vars(needs).items() if part != "card")
-    of_card = "" if needs.card is None else f" of {_gb(needs.card)}"
-    return f"about {_gb(needs.total)}{of_card}: {parts}"
+    parts = ", ".join(f"{_size(size)} {part}" for part, size in vars(needs).items() if part != "card")
+    of_card = "" if needs.card is None else f" of {_size(needs.card)}"
+    return f"about {_size(needs.total)}{of_card} a device: {parts}"
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"

@@ -1,5 +1,6 @@
-"""What a finished run hands over: a directory that loads anywhere."""
+"""What a run hands over: a directory that loads anywhere."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +10,35 @@ import torch
 from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
+from smi.config import TuningConfig
 from smi.model.checkpoint import load_pretrained, publish, save_native, save_pretrained
+from smi.model.layouts import config_of
 from smi.model.modeling import RWKV7ForCausalLM
+from smi.model.time_state import TIME_STATE_FILE, save_time_state
 from smi.tokenizer import Tokenizer
+from smi.training.module import SMIModule
+from smi.training.origin import attribution, read_origin
+from smi.training.tuning import merge_adapters, plain_weights
 
 NATIVE_FILE = "model.pth"
 FLA_FOLDER = "fla"
+# which run an export is of, and where that comes from
+EXPORT_FILE = "export.json"
 # tokens of the text that every export is tried on
 PROBE = 32
+
+
+def export_trained(module: SMIModule, tokenizer: Tokenizer, directory: Path, **about: Any) -> Path:
+    """`export_model` for what a module trained, LoRA's adapters merged and a tuned initial state beside the model.
+
+    Changes the module's model; it is not trained any further.
+    """
+    merge_adapters(module.model)
+    if not isinstance(module.model, RWKV7ForCausalLM):
+        from smi.training.hf import export_hf
+
+        return export_hf(module.model, tokenizer, directory, **about)
+    return export_model(module.model, tokenizer, directory, time_state=module.time_state, **about)
 
 
 def export_model(
@@ -27,8 +49,12 @@ def export_model(
     formats: Sequence[str],
     config_yaml: str,
     figures: Mapping[str, Any],
+    time_state: torch.Tensor | None = None,
+    origin: Path | None = None,
 ) -> Path:
     """Writes `directory` whole or not at all: model, tokenizer, chat template, structural ids, config, card.
+
+    An earlier export makes way for it; with an `origin`, only one of the same run does.
 
     Each format is read back before the directory gets its name: every weight must be the same bit for bit, and the
     model built from it must give the same logits.
@@ -38,11 +64,18 @@ def export_model(
             (flash-linear-attention's, a directory ``fla/`` of its own, since its config.json is another).
         config_yaml: the resolved config of the run.
         figures: what the card shows of the run, by name.
+        time_state: [L, H, V, K], the initial state that was tuned; becomes ``time_state.pth``.
+        origin: what `smi.training.origin.keep_origin` made: licences go into the card, their texts and the code of
+            the base's publisher beside the model, for transformers with trust_remote_code.
 
     Raises:
-        ValueError: a model that a format cannot hold.
+        ValueError: a model that a format cannot hold; a directory that has something else in it.
         RuntimeError: a format that does not read back; an earlier export is then left as it was.
     """
+    source = None
+    if origin is not None:
+        source = read_origin(origin)
+        check_target(directory, source)
     draft = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     model.config.eos_token_id = model.config.pad_token_id = tokenizer.eos_id
@@ -63,7 +96,12 @@ def export_model(
     if "native" in formats:
         written.append(save_native(model, draft / NATIVE_FILE))
     verify(model, written)
+    if time_state is not None:
+        save_time_state(time_state, draft / TIME_STATE_FILE)
     tokenizer.save_pretrained(draft)
+    if origin is not None:
+        (draft / EXPORT_FILE).write_text(json.dumps(source, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        carry(origin / "base", draft, code="hf" in formats)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
     write_card(draft, model, tokenizer, formats, figures)
     earlier = directory.with_name(f".{directory.name}.earlier")
@@ -73,6 +111,61 @@ def export_model(
     publish(draft, directory)
     shutil.rmtree(earlier, ignore_errors=True)
     return directory
+
+
+def trained_model(
+    weights: Mapping[str, torch.Tensor], origin: Path, tuning: TuningConfig
+) -> tuple[RWKV7ForCausalLM, torch.Tensor | None]:
+    """The model that a run's checkpoint holds, in eval mode, and the initial state that was tuned, if one was.
+
+    Its parameters are the tensors of `weights`, but for matrices with an adapter, which is merged into them.
+
+    Args:
+        weights: the checkpoint's ``state_dict``, by the names that the training module has for them.
+        origin: of the run; the base's settings that weights do not show are in it.
+        tuning: of the run.
+
+    Raises ValueError for weights that are not those of a whole RWKV-7.
+    """
+    own, time_state = plain_weights(weights, tuning)
+    stated = origin / "base" / "config.json"
+    config, _ = config_of(own, "hf", json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {})
+    with no_init_weights(), torch.device("meta"):
+        model = RWKV7ForCausalLM(config)
+    try:
+        model.load_state_dict(own, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint does not hold a whole model: {error}") from error
+    return model.eval(), time_state
+
+
+def check_target(directory: Path, source: Mapping[str, Any]) -> None:
+    """Raises ValueError where `directory` has contents that are no export of the run that `source` is the origin of."""
+    if directory.is_dir() and not any(directory.iterdir()):
+        return
+    file = directory / EXPORT_FILE
+    known = json.loads(file.read_text(encoding="utf-8"))["run"] if file.is_file() else None
+    if directory.exists() and known != source["run"]:
+        whose = "an export of another run" if known else "no export of a run that is known here"
+        raise ValueError(f"{directory} exists and is {whose}: choose another directory, or move it away")
+
+
+def carry(base: Path, draft: Path, *, code: bool) -> None:
+    """Hands on the licence texts of a base checkpoint, and the code that its publisher ships, to which config.json then
+    points as the base's did. The code is copied, never run."""
+    if not base.is_dir():
+        return
+    texts = [file for file in base.iterdir() if file.suffix != ".py" and file.name != "config.json"]
+    for file in texts:
+        (draft / "base").mkdir(exist_ok=True)
+        shutil.copyfile(file, draft / "base" / file.name)
+    stated = base / "config.json"
+    auto_map = json.loads(stated.read_text(encoding="utf-8")).get("auto_map") if stated.is_file() else None
+    if code and auto_map:
+        for file in base.glob("*.py"):
+            shutil.copyfile(file, draft / file.name)
+        config = json.loads((draft / "config.json").read_text(encoding="utf-8")) | {"auto_map": auto_map}
+        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
@@ -119,6 +212,9 @@ def write_card(
         )
     if "fla" in formats:
         others += f"\n`{FLA_FOLDER}/` is the model in flash-linear-attention's layout, for its own RWKV7ForCausalLM.\n"
+    if (directory / EXPORT_FILE).is_file():
+        section = attribution(json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8")))
+        others += f"\n{section}\n" * bool(section)
     text = f"""---
 library_name: smi
 tags: [rwkv7, state-model-interface]
@@ -139,10 +235,10 @@ from smi.tokenizer import load_tokenizer
 
 model, tokenizer = load_pretrained("{source}"), load_tokenizer(".")
 ```
-{others}
+
 The ids of the structural tokens are in `smi_token_ids.json`. Insert them as ids; encode payloads with structural
 recognition off, as `smi.protocol.codec.encode` does. `chat_template.jinja` is for trusted messages alone.
-"""
+{others}"""
     (directory / "README.md").write_text(text, encoding="utf-8")
 
 

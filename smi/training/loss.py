@@ -1,6 +1,7 @@
 """Next-token cross entropy over the supervised positions alone."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,14 @@ class LossSums:
     by_type: Tensor
     correct: Tensor
     entropy: Tensor
+
+
+def sum_of(parts: Sequence[LossSums]) -> LossSums:
+    """The sums of rows that belong together. Only the last one's loss is still to be back-propagated."""
+    *earlier, last = parts
+    loss = last.loss + sum(part.loss.detach() for part in earlier)
+    rest = (sum(getattr(part, name) for part in parts) for name in ("tokens", "by_type", "correct", "entropy"))
+    return LossSums(loss, *rest)  # pyright: ignore[reportArgumentType] (sums of at least one tensor)
 
 
 def supervised_loss(

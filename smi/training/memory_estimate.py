@@ -46,22 +46,25 @@ class MemoryEstimate:
         return self.card is None or self.total <= self.card
 
 
-def estimate_memory(config: Config, model_config: RWKV7Config) -> MemoryEstimate:
-    """The estimate for training all of `model_config` as `config` says."""
+def estimate_memory(config: Config, model_config: RWKV7Config, trained: int | None = None) -> MemoryEstimate:
+    """The estimate for training `model_config` as `config` says.
+
+    trained: numbers that the optimizer moves; all parameters when absent.
+    """
     hardware, split = config.hardware, split_batch(config)
     half = hardware.precision.startswith("bf16")
     every, block = count_parameters(model_config), _block_parameters(model_config, 1)
-    held = every
+    held, moved = every, every if trained is None else trained
     weights = every * 4
     if hardware.strategy == "fsdp":
-        held = -(-every // split.world_size)
+        held, moved = (-(-count // split.world_size) for count in (held, moved))
         # shared out, and in whole what is in no block, and the block at work and the next one
         gathered = every - model_config.num_hidden_layers * block + 2 * block
         weights = held * 4 + gathered * 4
     return MemoryEstimate(
         weights=weights + every * 2 * half,
-        gradients=held * 4,
-        optimizer=held * 8,
+        gradients=moved * 4,
+        optimizer=moved * 8,
         activations=_activations(config, model_config, split.micro_batch * config.data.pack_length),
         card=None if hardware.memory_gib is None else int(hardware.memory_gib * GIB),
     )

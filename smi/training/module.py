@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -13,15 +13,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from smi.data.batch import PackedBatch
-from smi.model.modeling import RWKV7ForCausalLM
+from smi.data.batch import IGNORE, PackedBatch, Piece, pieces
+from smi.model.modeling import RWKV7State
 from smi.protocol.tokens import BlockType
 from smi.training.consumed import Consumed
 from smi.training.guards import explain_gradient, explain_loss
-from smi.training.loss import LossSums, supervised_loss
+from smi.training.loss import LossSums, sum_of, supervised_loss
 from smi.training.memory import keep_freed_memory
 from smi.training.optim import average_and_clip, cosine_with_warmup, parameter_groups
 from smi.training.sharding import shard
+from smi.training.tuning import InitialState
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,17 @@ def _means(stage: str, totals: np.ndarray) -> dict[str, float]:
 
 
 class SMIModule(L.LightningModule):
-    """Trains a model on `PackedBatch`es.
+    """Trains a model on `PackedBatch`es; with an `initial_state`, each document starts from it, and it learns too.
 
     The loss of an optimizer step is the sum of its token losses over the number of its supervised tokens, across
     micro-batches and ranks: each supervised token weighs the same, wherever it was packed. So every micro-batch
     back-propagates its plain sum, and the gradients are divided once, together with clipping.
     """
 
-    def __init__(self, model: RWKV7ForCausalLM, optimization: Optimization):
+    def __init__(self, model: Any, optimization: Optimization, initial_state: InitialState | None = None):
         super().__init__()
         self.model = model
+        self.initial_state = initial_state
         self.optimization = optimization
         self.save_hyperparameters({"optimization": {**asdict(optimization), "betas": list(optimization.betas)}})
         self._step: Tensor | None = None
@@ -90,22 +92,68 @@ class SMIModule(L.LightningModule):
         """Whether a loss or a gradient that is not finite stops the run."""
         self.stepped = False
         """Whether the latest micro-batch finished an optimizer step."""
+        self._row = -1
 
     def configure_model(self) -> None:
         shard(self, self.model.rwkv7.blocks, forward="_loss")
+
+    @property
+    def time_state(self) -> Tensor | None:
+        """The initial WKV state that was tuned, float32 [L, H, V, K]; None where none was."""
+        return None if self.initial_state is None else self.initial_state.time_state.detach()
 
     def on_fit_start(self) -> None:
         if self.device.type == "cpu":
             keep_freed_memory()
 
     def _loss(self, batch: PackedBatch) -> LossSums:
-        hidden = self.model.rwkv7(
-            input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens, use_cache=False
-        ).last_hidden_state
+        """The sums of a batch. Those of a document in pieces are of the whole document: its value is the one that
+        reading it in one go has, and a gradient that would flow from a piece into the one before it is cut off.
+
+        Each piece but the last is back-propagated as soon as it is read, so that the memory is that of one piece;
+        what is left to back-propagate is the last one.
+        """
+        *firsts, last = pieces(batch)
+        learning = torch.is_grad_enabled()
+        earlier: list[LossSums] = []
+        state: RWKV7State | None = None
+        for piece in firsts:
+            # what is only read, a long document of a user for example, has no gradient
+            with torch.set_grad_enabled(learning and bool((piece.labels != IGNORE).any())):
+                sums, state = self._read(piece, state, keep=True)
+                if torch.is_grad_enabled():
+                    # as lightning divides the loss that it is given
+                    with torch.autocast(self.device.type, enabled=False):
+                        (sums.loss / self.trainer.accumulate_grad_batches).backward()
+            # weights that were cast for one graph, or for none, are not those of the next
+            torch.clear_autocast_cache()
+            state = None if state is None else state.detach()
+            earlier.append(sums)
+        sums, _ = self._read(last, state)
+        if earlier and self.initial_state is not None:
+            # DDP exchanges gradients in the backward pass that is left, of every parameter
+            sums = replace(sums, loss=sums.loss + 0 * self.initial_state.time_state.sum())
+        return sum_of([*earlier, sums])
+
+    def _read(self, piece: Piece, before: RWKV7State | None, keep: bool = False) -> tuple[LossSums, RWKV7State | None]:
+        """The sums of a piece, and where it is to be kept the state behind it; `before` is that of the last piece."""
+        state = before if piece.continues else None
+        if not piece.continues and self.initial_state is not None:
+            state = self.initial_state(piece.documents)
+        out = self.model.rwkv7(input_ids=piece.input_ids, cu_seqlens=piece.cu_seqlens, state=state, use_cache=keep)
+        return self._sums(out.last_hidden_state, self.model.head.weight, piece.labels, piece.block_types), out.state
+
+    def _sums(self, hidden: Tensor, head: Tensor, labels: Tensor, block_types: Tensor) -> LossSums:
         how = self.optimization
-        return supervised_loss(
-            hidden, self.model.head.weight, batch.labels, batch.block_types, z_loss=how.z_loss, l2wrap=how.l2wrap
-        )
+        return supervised_loss(hidden, head, labels, block_types, z_loss=how.z_loss, l2wrap=how.l2wrap)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing. Lightning asks for it between a step's first loss and its gradients, when the pieces of a document
+        have added theirs; they are dropped right after the step instead."""
 
     @property
     def due(self) -> bool:
@@ -147,7 +195,7 @@ class SMIModule(L.LightningModule):
     ) -> None:
         # lightning has divided each micro-batch's loss by their number, and DDP averages over the ranks
         share = self.trainer.accumulate_grad_batches * self.trainer.world_size / self._tokens
-        norm = float(average_and_clip(self.model.parameters(), share, gradient_clip_val))
+        norm = float(average_and_clip(self.parameters(), share, gradient_clip_val))
         if self.guarded and not math.isfinite(norm):
             self._stop(f"the gradient's norm of step {self.global_step + 1} is {norm}", explain_gradient)
         self.figures["train/grad_norm"] = norm
@@ -159,6 +207,12 @@ class SMIModule(L.LightningModule):
         if self.due:
             # for other callbacks; lightning takes half a millisecond a name, too long for each step
             self.log_dict(self.figures, logger=False)
+        self._write_row()
+
+    def _write_row(self) -> None:
+        """The row of the step that has just ended, once."""
+        if self.due and self._row != self.global_step:
+            self._row = self.global_step
             self.record(self.figures)
 
     def record(self, figures: dict[str, float]) -> None:
@@ -170,8 +224,10 @@ class SMIModule(L.LightningModule):
 
     def _stop(self, what: str, explain: Callable[..., str]) -> NoReturn:
         """Before the optimizer has moved a weight: says what is not finite, where it began, and on which documents."""
+        # a tuned state is a parameter of this module
+        learner = self.model if self.initial_state is None else self
         with self.trainer.precision_plugin.forward_context():
-            found = explain(self.model, lambda batch: self._loss(batch).loss, self._batches)
+            found = explain(learner, lambda batch: self._loss(batch).loss, self._batches)
         if self.trainer.world_size > 1:
             everywhere: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(everywhere, found)
@@ -194,6 +250,8 @@ class SMIModule(L.LightningModule):
             self.record(figures)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # a run that is killed right after this save goes on behind the step: its row has to be there before
+        self._write_row()
         checkpoint["consumed"] = self.consumed.to_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -214,7 +272,7 @@ class SMIModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         how = self.optimization
         optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, how.lr, how.weight_decay), betas=how.betas, eps=how.eps, fused=True
+            parameter_groups(self, how.lr, how.weight_decay), betas=how.betas, eps=how.eps, fused=True
         )
         factor = partial(
             cosine_with_warmup,

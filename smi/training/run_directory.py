@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from smi.config import Config
 from smi.hardware import process_rank
 from smi.provenance import FIGURES_FILE, describe_start
-from smi.training.checkpoint import check_checkpoint, list_checkpoints
+from smi.training.checkpoint import check_checkpoint, list_checkpoints, newest_sound, read_checkpoint, step_of
 
 log = logging.getLogger("smi")
 
@@ -71,13 +71,20 @@ def find_checkpoint(config: Config) -> Path | None:
         if not found:
             log.info("resume=auto: no checkpoint in %s yet, starting from the beginning", folder / "checkpoints")
             return None
-        checkpoint = found[-1]
+        checkpoint = newest_sound(found)
     else:
         checkpoint = Path(config.resume)
         own = checkpoint.parent.resolve() == (folder / "checkpoints").resolve()
         if folder.is_dir() and any(folder.iterdir()) and not own:
             raise ValueError(f"{checkpoint} is not of the run in {folder}: choose another paths.run_dir")
-    check_checkpoint(checkpoint)
+        check_checkpoint(checkpoint)
+        step = read_checkpoint(checkpoint)["global_step"]
+        newer = [file.name for file in list_checkpoints(checkpoint.parent) if step_of(file) > step]
+        if own and newer:
+            raise ValueError(
+                f"the run in {folder} has come further than {checkpoint.name}: to {', '.join(newer)}. Choose another "
+                "paths.run_dir to branch off, or move those away"
+            )
     _check_same_settings(config, checkpoint.parent.parent / CONFIG_FILE)
     log.info("going on from %s", checkpoint)
     return checkpoint

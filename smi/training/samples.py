@@ -78,7 +78,8 @@ class Samples(L.Callback):
             return
         if step % self.how.every and step != trainer.max_steps:
             return
-        rows = write_samples(module.model, self._tokenizer, self._prompts, self.how.max_tokens)
+        start, most = module.time_state, self.how.max_tokens
+        rows = write_samples(module.model, self._tokenizer, self._prompts, most, start)
         append_lines(self.run_dir / SAMPLES_FILE, [{"step": step} | row for row in rows])
         _to_loggers(trainer, step, rows)
         figures = _figures(rows)
@@ -117,14 +118,21 @@ def _streams(batches: Sequence[PackedBatch], tokenizer: Tokenizer) -> Iterator[S
 
 
 def write_samples(
-    model: RWKV7ForCausalLM, tokenizer: Tokenizer, asked: Sequence[Prompt], max_tokens: int
+    model: RWKV7ForCausalLM,
+    tokenizer: Tokenizer,
+    asked: Sequence[Prompt],
+    max_tokens: int,
+    time_state: torch.Tensor | None = None,
 ) -> list[dict[str, Any]]:
-    """The continuations as plain values: prompt, expected, reply (lists of type and text), verdicts, reason."""
+    """The continuations as plain values: prompt, expected, reply (lists of type and text), verdicts, reason.
+
+    time_state: float32 [L, H, V, K], the state that each begins with; zero when absent.
+    """
     modes = [(module, module.training) for module in model.modules()]
     devices = [model.head.weight.device] if model.head.weight.device.type == "cuda" else []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
-            runtime = Runtime(model, tokenizer, capacity=len(asked))
+            runtime = Runtime(model, tokenizer, capacity=len(asked), time_state=time_state)
             written = replies(runtime, [prompt.stream for prompt in asked], Limits(max_tokens))
     finally:
         for module, mode in modes:

@@ -15,9 +15,8 @@ from smi.hardware import process_rank, split_batch
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.runtime.evaluation import score_actions
 from smi.tokenizer import Tokenizer
-from smi.training.module import Optimization
-
-log = logging.getLogger("smi")
+from smi.training.module import Optimization, SMIModule
+from smi.training.tuning import describe
 
 
 def quiet_libraries() -> None:
@@ -25,7 +24,8 @@ def quiet_libraries() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if process_rank():
-        log.setLevel(logging.WARNING)  # the first process has said it
+        for name in ("smi", "smi_kernels"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # the first process has said it
     transformers.utils.logging.disable_progress_bar()
     for message in (
         ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning's own use of torch
@@ -46,14 +46,17 @@ def summary(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer) -> Ta
         "mixture": data.mixture or ", ".join(data.source),
     }[data.kind]
     start = config.model.pretrained or "from scratch"
+    kernel = f", kernel {config.kernel.backend}" if config.model.kind == "rwkv7" else ""
+    part = "conversation" if data.over_long == "reject" else "piece of a conversation"
     rows = {
         "model": f"{config.model.name}, {model.num_parameters() / 1e6:,.1f}M parameters, "
         f"{shape.num_hidden_layers} layers of {shape.hidden_size}, {start}",
+        "trains": describe(model, config.tuning),
         "tokenizer": f"{config.tokenizer.source}, {tokenizer.vocab_size:,} tokens",
-        "data": f"{source}; at most {data.max_length:,} tokens a conversation",
+        "data": f"{source}; at most {data.max_length:,} tokens a {part}",
         "training": f"{run.max_steps:,} steps of {run.batch_size * data.pack_length:,} tokens, "
         f"peak learning rate {config.optim.lr:g}",
-        "hardware": f"{_hardware(config)}, {config.hardware.precision}, kernel {config.kernel.backend}",
+        "hardware": f"{_hardware(config)}, {config.hardware.precision}{kernel}",
         "run directory": str(config.paths.run_dir),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -87,11 +90,11 @@ def optimization(config: Config) -> Optimization:
     )
 
 
-def evaluate_tasks(config: Config, model: RWKV7ForCausalLM, tokenizer: Tokenizer, console: Console) -> dict[str, float]:
+def evaluate_tasks(config: Config, module: SMIModule, tokenizer: Tokenizer, console: Console) -> dict[str, float]:
     """Plays held-out tasks of the synthetic world with the trained model and prints how it did."""
     source = SyntheticTools(config.seed, config.data.max_questions)
     conversations = list(islice(source.conversations(held_out=True), config.data.held_out_tasks))
-    scores = score_actions(model, tokenizer, conversations)
+    scores = score_actions(module.model, tokenizer, conversations, time_state=module.time_state)
     of = f"of {scores.generated}"
     console.print(
         f"\n{len(conversations)} conversations about tasks held out of training:\n"

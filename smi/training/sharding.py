@@ -8,17 +8,47 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def sharded_strategy(world_size: int, backend: str) -> ModelParallelStrategy:
-    """Data parallel over all devices; checkpoints are whole files, the same as those of any other strategy."""
-    return ModelParallelStrategy(
-        data_parallel_size=world_size,
-        tensor_parallel_size=1,
-        save_distributed_checkpoint=False,
-        process_group_backend=backend,
-    )
+class ShardedStrategy(ModelParallelStrategy):
+    """Data parallel over all devices, which share weights and optimizer out.
+
+    Checkpoints are whole files, the same as those of any other strategy, and any strategy's can be loaded.
+    """
+
+    def __init__(self, world_size: int, backend: str):
+        super().__init__(
+            data_parallel_size=world_size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend=backend,
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # lightning's own takes the optimizer's numbers of parameters for places in the model, without regard to groups
+        checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, map_location="cpu", weights_only=weights_only)
+        assert self.model is not None
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: _like(own[name], t) for name, t in checkpoint["state_dict"].items()})
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            states: dict[int, dict[str, Any]] = {}
+            for group, numbers in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                for parameter, number in zip(group["params"], numbers["params"], strict=True):
+                    # moments have their parameter's shape; the count of steps is a number
+                    states[number] = {
+                        name: _like(parameter, value) if value.shape == parameter.shape else value
+                        for name, value in saved["state"][number].items()
+                    }
+            optimizer.load_state_dict({"state": states, "param_groups": saved["param_groups"]})
+        return checkpoint
+
+
+def _like(there: Tensor, whole: Tensor) -> Tensor:
+    """A whole tensor shared out as `there` is."""
+    if not isinstance(there, DTensor):
+        return whole
+    return distribute_tensor(whole.to(there.device), there.device_mesh, there.placements)
 
 
 def shard(module: L.LightningModule, blocks: Iterable[nn.Module], forward: str) -> None:

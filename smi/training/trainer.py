@@ -18,7 +18,7 @@ from smi.training.callbacks import build_callbacks
 from smi.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from smi.training.debugging import build_profiler
 from smi.training.loggers import build_loggers
-from smi.training.sharding import sharded_strategy
+from smi.training.sharding import ShardedStrategy
 
 _ENVIRONMENTS: dict[str, type[ClusterEnvironment]] = {
     "lightning": LightningEnvironment,
@@ -27,7 +27,7 @@ _ENVIRONMENTS: dict[str, type[ClusterEnvironment]] = {
 }
 
 # seconds that the other processes are given to leave by themselves
-LEAVE = 5.0
+LEAVE = 20.0
 
 
 def build_trainer(config: Config, console: Console) -> L.Trainer:
@@ -70,17 +70,31 @@ def fit(trainer: L.Trainer, module: L.LightningModule, data: dict[str, Any], che
     try:
         trainer.fit(module, **data, ckpt_path=checkpoint, weights_only=True)
     except BaseException as error:
-        children: list[subprocess.Popen] = getattr(trainer.strategy.launcher, "procs", [])
-        # after SIGTERM each leaves by itself, and one that failed leaves a broken connection, which shows here first
-        deadline = time.monotonic() + (LEAVE if isinstance(error, RuntimeError | SIGTERMException) else 0)
-        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for child in children:
-            child.kill()
-        failed = [code for child in children if (code := child.wait()) > 0]
+        failed = _end_children(getattr(trainer.strategy.launcher, "procs", []), error)
         if isinstance(error, RuntimeError) and failed:
-            raise SystemExit(failed[0]) from None
+            raise SystemExit(failed) from None
         raise
+
+
+def _end_children(children: list[subprocess.Popen], error: BaseException) -> int:
+    """Ends the processes that lightning has started; the exit status of one that failed by itself, or 0."""
+    mine = list(children)
+    # lightning's watch over them would kill this process
+    children.clear()
+    # after SIGTERM each leaves by itself, and one that failed leaves a broken connection, which shows here first
+    patient = mine and isinstance(error, RuntimeError | SIGTERMException)
+    deadline = time.monotonic() + (LEAVE if patient else 0)
+    failed = 0
+    while time.monotonic() < deadline:
+        codes = [child.poll() for child in mine]
+        failed = next((code for code in codes if code), 0)
+        if failed or None not in codes:
+            break
+        time.sleep(0.05)
+    for child in mine:
+        child.kill()
+        child.wait()
+    return failed
 
 
 def _environment(hardware: HardwareConfig) -> list[Any]:
@@ -96,6 +110,6 @@ def _strategy(hardware: HardwareConfig) -> str | Strategy:
     if hardware.strategy == "single":
         return "auto"
     if hardware.strategy == "fsdp":
-        return sharded_strategy(hardware.devices * hardware.nodes, backend)
+        return ShardedStrategy(hardware.devices * hardware.nodes, backend)
     # the buffers are constants
     return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True, forward_sync_buffers=False)

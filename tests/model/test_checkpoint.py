@@ -196,9 +196,12 @@ class TestHub:
             allow_patterns=kwargs["allow_patterns"],
             ignore_patterns=kwargs["ignore_patterns"],
         )
+        # the publisher's code and what the card says are not read, but handed on by exports
         assert list(kept) == [
+            "README.md",
             "config.json",
             "generation_config.json",
+            "modeling_rwkv7.py",
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
             "model.safetensors.index.json",

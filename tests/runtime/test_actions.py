@@ -259,6 +259,45 @@ def test_an_id_used_twice_runs_once():
     assert three.caused_by == "#3"
 
 
+def test_made_up_ids_are_nobody_elses():
+    """A model may name its actions like those that have no name."""
+    broken = act("{")
+    for acts in ([call("#2"), broken], [broken, call("#1")], [call("##2"), broken, call("#2"), broken], [broken] * 3):
+        outcomes = run(acts)
+        assert len({outcome.caused_by for outcome in outcomes}) == len(acts)
+        assert [payload["caused_by"] for payload in payloads(outcomes)] == [outcome.caused_by for outcome in outcomes]
+        assert [outcome.error is None for outcome in outcomes] == [block is not broken for block in acts]
+
+
+def test_whoever_cannot_be_asked_has_not_said_yes():
+    def gone(action):
+        raise EOFError
+
+    async def later(action):
+        raise ConnectionError("no line")
+
+    for ask, says in ((gone, "EOFError"), (later, "ConnectionError: no line")):
+        (outcome,) = run([call()], policy=Policy(default="ask", ask=ask))
+        assert (outcome.error.type, outcome.error.message) == ("permission_denied", f"nobody could be asked: {says}")
+
+
+def test_handlers_that_do_not_look_async():
+    class Callable:
+        async def __call__(self, **arguments):
+            await asyncio.sleep(0)
+            return arguments
+
+    class Sleeper:
+        async def __call__(self):
+            await asyncio.sleep(20)
+
+    (outcome,) = run([call(arguments='{"n":1}')], [Tool(ECHO.declaration, Callable())])
+    assert outcome.result == {"n": 1}
+    sleeper = Tool({"name": "sleep", "parameters": {}}, Sleeper())
+    (outcome,) = run([call(name="sleep")], [sleeper], policy=Policy(timeout=0.05))
+    assert outcome.error.type == "timeout"
+
+
 def test_cancelling_reaches_the_handlers():
     reached = []
 
@@ -297,7 +336,44 @@ def test_physical_actions_go_to_the_body_one_after_the_other():
     assert run(moves[:1], [], {}, embodiment=body)[0].error.type == "undeclared"
     assert run(moves[:1], [], {"actions": ["x"]})[0].error.type == "no_handler"
     assert run(moves[:1], [], {"actions": ["x"]}, cut=[0], embodiment=body)[0].error.type == "unfinished"
-    assert run(moves[:1], [], {"actions": ["x"]}, embodiment=lambda act: [])[0].error.type == "failed"
+    for shown in ([], None, "seen", [Block(BlockType.USR, "seen")]):
+        (outcome,) = run(moves[:1], [], {"actions": ["x"]}, embodiment=lambda act, shown=shown: shown)
+        assert outcome.error.type == "failed"
+
+
+def test_a_policy_governs_physical_actions_too():
+    """Nothing that the body does goes past permissions, counts, rates, the environment and time."""
+    moves = [act((Span("arm", (n,)),)) for n in range(3)]
+    moved = []
+
+    def body(act):
+        moved.append(act)
+        return [Block(BlockType.OBS, "moved")]
+
+    def kinds(**policy):
+        moved.clear()
+        outcomes = run(moves, [], {"actions": ["x"]}, embodiment=body, policy=Policy(**policy))
+        assert len(moved) == sum(outcome.error is None for outcome in outcomes)
+        return [outcome.error and outcome.error.type for outcome in outcomes]
+
+    assert kinds() == [None] * 3
+    assert kinds(default="deny") == kinds(permissions={"physical": "deny"}) == ["permission_denied"] * 3
+    assert kinds(default="deny", permissions={"physical": "allow"}) == [None] * 3
+    asked = []
+    assert kinds(default="ask", ask=lambda action: asked.append(action.arguments["act"]) or len(asked) == 2) == [
+        *("permission_denied", None, "permission_denied")
+    ]
+    assert asked == moves
+    assert kinds(max_per_turn=1) == kinds(rate=(1, 60.0)) == [None, "policy", "policy"]
+    assert (
+        kinds(checks=[lambda action: "a person is near" if action.type == "physical" else None]) == ["environment"] * 3
+    )
+
+    async def slow(act):
+        await asyncio.sleep(20)
+
+    (outcome,) = run(moves[:1], [], {"actions": ["x"]}, embodiment=slow, policy=Policy(timeouts={"physical": 0.05}))
+    assert outcome.error.type == "timeout"
 
 
 def test_signatures_become_schemas():

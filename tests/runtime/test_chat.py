@@ -11,6 +11,7 @@ from smi import chat
 from smi.protocol.payloads import act_payload
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
+from smi.runtime.actions import Policy
 from smi.runtime.agent import Agent
 from smi.tokenizer import load_tokenizer
 
@@ -65,6 +66,8 @@ def test_commands(tokenizer, tmp_path):
         ("/back", "no fork"),
         ("/save", "name a file"),
         ("/restore /nowhere/x", "/nowhere/x"),
+        ("/restore /", "is a directory"),
+        ("/save /nowhere/x", "/nowhere/x"),
     ],
 )
 def test_mistakes_are_answered_and_the_chat_goes_on(tokenizer, line, says):
@@ -100,6 +103,61 @@ def test_ctrl_c_takes_the_turn_back(tokenizer):
         assert "short" in shown.getvalue()
         # what was asked stands twice, what was taken back not at all
         assert len(agent.transcript.transmissions) == 3
+
+
+def test_what_is_shown_gives_the_terminal_no_orders(tokenizer):
+    """Neither what the model writes nor what a tool returns, which may be anybody's."""
+    sly = "\x1b]0;owned\x07 \x9b2J \u202eback \r over [bold]"
+
+    def fetch() -> str:
+        return sly
+
+    script = [[(BlockType.THINK, sly), (BlockType.ACT, act_payload("a1", "fetch", {}))], [(BlockType.OUT, sly)]]
+    shown = talk(tokenizer, script, ["go"], [fetch])
+    assert not set(shown) & {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
+    assert shown.count("\\u202eback") == 3
+    assert shown.count("[bold]") == 3
+
+
+def test_who_is_asked_sees_all_arguments(tokenizer, monkeypatch):
+    """Markup in them is text, and the end of the input is no yes."""
+    ran, shown = [], io.StringIO()
+
+    def remove(path: str) -> None:
+        ran.append(path)
+
+    calls = [(BlockType.ACT, act_payload(f"a{n}", "remove", {"path": path})) for n, path in enumerate(PATHS)]
+    runtime = ScriptedRuntime(tokenizer, [[Block(*one) for one in calls], [Block(BlockType.OUT, "well")]])
+    answers = iter(["y", "n"])
+
+    def typed(prompt=""):
+        for answer in answers:
+            return answer
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", typed)
+    console = Console(file=shown, width=200, color_system=None)
+    with Agent(runtime, [remove], Policy(default="ask", ask=chat._confirm(console))) as agent:
+        it = chat.Chat(agent, runtime, console)
+        agent.on_event, agent.on_outcomes = it.show, it.observe
+        it.loop(["go"])
+    assert ran == [PATHS[0]]
+    assert 'run remove {"path": "/[/bold]"}? [y/N]' in shown.getvalue()
+    assert 'run remove {"path": "[conceal]/etc[/conceal]\\u202e"}? [y/N]' in shown.getvalue()
+    assert "nobody could be asked: EOFError" in shown.getvalue()
+
+
+PATHS = ["/[/bold]", "[conceal]/etc[/conceal]\u202e", "/home"]
+
+
+def test_the_declarations_of_a_restored_session_are_its_own(tokenizer, tmp_path):
+    def fetch() -> str:
+        return ""
+
+    file, script = tmp_path / "s", [[(BlockType.OUT, "hi")]]
+    talk(tokenizer, script, ["hello", f"/save {file}"], [fetch])
+    shown = talk(tokenizer, script, ["/caps", f"/restore {file}", "/caps", "/new", "/caps"])
+    assert [shown.count(name) for name in ('"fetch"', '"calculate"')] == [1, 2]
 
 
 def test_tools_of_a_file(tmp_path):

@@ -92,7 +92,7 @@ def test_a_model_that_knows_every_answer_scores_full_marks(tokenizer, monkeypatc
         if t.side is Side.MODEL
     ]
     script = [reply.transmission.blocks for reply in truths]
-    monkeypatch.setattr(evaluation, "Runtime", lambda model, tokenizer, capacity: ScriptedRuntime(tokenizer, script))
+    monkeypatch.setattr(evaluation, "Runtime", lambda model, tokenizer, **how: ScriptedRuntime(tokenizer, script))
     scores = evaluation.score_actions(tiny(1).train(), tokenizer, conversations)
     assert scores.exact == scores.generated == scores.expected > 20
     assert scores.answers == scores.answers_exact > 10

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -210,6 +212,19 @@ def test_text_that_only_begins_like_a_stop_is_given_back(t1):
     script = Script(t1, ids_of(tokenizer, (BlockType.OUT, "\nEN EN\n")), tokenizer.structural.eot)
     _, reply = write(t1, Limits(60), script, stops=["END"])
     assert (reply.text, reply.reason, reply.cut) == ("EN EN", "eot", frozenset())
+
+
+def test_stops_do_not_depend_on_how_tokens_cut_the_text(t1):
+    """Against a search in the whole text for the stop that is complete first."""
+    stops, text = ["abcd", "bc", "é!"], "é aabcd b"
+    for cuts in itertools.product([False, True], repeat=len(text) - 1):
+        pieces, start = [], 0
+        for end in [i + 1 for i, cut in enumerate(cuts) if cut] + [len(text)]:
+            pieces.append(text[start:end])
+            start = end
+        turn = Turn(t1, Limits(), Sampling(), stops)
+        said = "".join(event.text for piece in pieces for event in turn._out(piece))
+        assert said == "é aa"
 
 
 def test_settings_that_cannot_be_are_refused(t1):

@@ -59,6 +59,44 @@ def test_seeds():
 
 
 @pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-40},
+        {"temperature": 5e-324},
+        {"temperature": 1e300},
+        {"presence_penalty": 1e39},
+        {"presence_penalty": -1e308},
+        {"frequency_penalty": 1e308},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e308},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_setting_lets_a_forbidden_id_through(extreme, temperature):
+    """However far a score is pushed, only allowed ids are drawn, the only one that is left among them."""
+    for allowed in (torch.arange(6) > 3, torch.arange(6) == 4):
+        sampler = Sampler(Sampling(**{"temperature": temperature, **extreme}))
+        for scores in (SCORES, SCORES + 9, SCORES * 0, -SCORES) * 5:
+            id = sampler.choose(scores, allowed)
+            assert allowed[id]
+            sampler.count(id)
+
+
+def test_a_cold_model_takes_the_likeliest():
+    assert {Sampler(Sampling(temperature=1e-40, seed=None)).choose(SCORES + 9, ALL) for _ in range(20)} == {0}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_scores_that_are_not_finite_choose_nothing(temperature, broken):
+    sampler = Sampler(Sampling(temperature=temperature))
+    with pytest.raises(RuntimeError, match="not finite"):
+        sampler.choose(torch.full((6,), broken), ALL)
+    with pytest.raises(RuntimeError, match="not finite"):
+        sampler.choose(SCORES, ~ALL)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 1}, {"seed": "0"}],
 )

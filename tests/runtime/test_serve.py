@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -15,6 +16,7 @@ from scripted import ScriptedRuntime, tiny
 from smi.protocol.payloads import act_payload, loads
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
+from smi.runtime.openai import Message
 from smi.runtime.server import Settings, create_app
 from smi.runtime.session import Runtime
 from smi.tokenizer import load_tokenizer
@@ -41,7 +43,7 @@ def tokenizer():
 
 
 @contextlib.contextmanager
-def serving(runtime, **settings):
+def serving(runtime, send_buffer=None, **settings):
     """The address of a server in a thread."""
     app = create_app(runtime, Settings(**{"model": "tiny", "max_tokens": 400, **settings}))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
@@ -51,7 +53,11 @@ def serving(runtime, **settings):
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        listener = server.servers[0].sockets[0]
+        if send_buffer is not None:
+            # its connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        port = listener.getsockname()[1]
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
@@ -424,6 +430,39 @@ def test_a_client_that_leaves_frees_its_slot(tokenizer, stream):
         _waits_until(lambda: runtime.pool.free_slots == 1)
         assert runtime.pool.is_clear(0)
         assert httpx.post(f"{address}/v1/chat/completions", json=BASE).status_code == 200
+
+
+def test_a_client_that_does_not_read_loses_its_place(tokenizer):
+    runtime = ScriptedRuntime(tokenizer, answer, capacity=1)
+    body = {**BASE, "messages": [{"role": "user", "content": "word " * 300}], "stream": True, "max_tokens": 400}
+    data = json.dumps(body).encode()
+    with serving(runtime, timeout=2.0, max_queue=0, send_buffer=4096) as address:
+        host, port = address.removeprefix("http://").split(":")
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with deaf:
+            deaf.connect((host, int(port)))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            deaf.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            _waits_until(lambda: httpx.post(f"{address}/v1/chat/completions", json=BASE).status_code == 429)
+            _waits_until(lambda: httpx.post(f"{address}/v1/chat/completions", json=BASE).status_code == 200)
+
+
+def test_an_answer_that_cannot_be_told_ends_no_other(tokenizer, monkeypatch):
+    """Whatever goes wrong while an answer is put together: its request fails, and the engine lives."""
+
+    def act(message, payload, old=Message.act):
+        if "fail" in payload:
+            raise ZeroDivisionError("planted")
+        return old(message, payload)
+
+    monkeypatch.setattr(Message, "act", act)
+    with serving(ScriptedRuntime(tokenizer, answer, capacity=2)) as address:
+        texts = ["hello", "call fail clock {}", "hello again"]
+        found = asyncio.run(_crowd(address, texts, temperature=0, tools=[CLOCK]))
+        assert found[::2] == texts[::2]
+        assert isinstance(found[1], openai.InternalServerError)
+        assert httpx.get(f"{address}/health").status_code == 200
 
 
 def test_time_runs_out(tokenizer):

@@ -1,6 +1,8 @@
+import copy
 import itertools
 import random
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from smi.protocol.codec import decode, encode
 from smi.protocol.incremental import PayloadText
 from smi.protocol.stream import Block, ProtocolError, Stream, Transmission
 from smi.protocol.tokens import BlockType
+from smi.runtime import saved
 from smi.runtime.grammar import Limits, Writer
 from smi.runtime.pool import PoolFull, model_fingerprint
 from smi.runtime.sampling import Sampling
@@ -52,13 +55,36 @@ def runtime(model, tokenizer):
     return Runtime(model, tokenizer, capacity=4)
 
 
+class Watched(Runtime):
+    """Notes by session the logits behind each of its beginnings, by length, and whose slot is whose at every step."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.heard = {}
+        self.steps = 0
+
+    def _step(self, sessions):
+        made = super()._step(sessions)
+        self.steps += 1
+        slots = [session.slot for session in self.pool._owners if session is not None]
+        assert len(set(slots)) == len(slots)
+        assert all(self.pool._owners[session.slot] is session for session in sessions)
+        for slot, owner in enumerate(self.pool._owners):
+            assert owner is not None or self.pool.is_clear(slot)
+        for session in sessions:
+            if session._scores is not None:
+                self.heard.setdefault(session, {})[session.tokens] = session._scores
+        return made
+
+
 def alone(model, tokenizer, *steps):
-    """What a session says when nobody else is there: `steps` are texts to send, each answered."""
-    with Runtime(model, tokenizer, 1).open() as session:
+    """What a session says when nobody else is there: `steps` are texts to send, each answered. Its logits as well."""
+    runtime = Watched(model, tokenizer, 1)
+    with runtime.open() as session:
         for step in steps:
             session.send([usr(step)])
             session.reply(SHORT)
-        return session.stream, session._ids, session._runtime.state_of(session)
+        return session.stream, session._ids, runtime.state_of(session), runtime.heard[session]
 
 
 def test_a_turn_equals_a_loop_that_rereads_everything(runtime, model, tokenizer):
@@ -89,51 +115,91 @@ def _check_greedy(model, grammar, before, written):
             writer.take(id)
 
 
-def test_sessions_in_any_mixture_are_what_each_is_alone(model, tokenizer):
-    """Nine sessions over four slots, some forked, cancelled, saved and restored."""
-    rng = random.Random(0)
-    runtime = Runtime(model, tokenizer, capacity=4)
+@pytest.mark.parametrize("seed", range(2))
+def test_sessions_in_any_mixture_are_what_each_is_alone(model, tokenizer, tmp_path, seed):
+    """Nine sessions over four slots, in random order: some cancelled, some gone on with in a fork or from a file."""
+    rng = random.Random(seed)
+    runtime = Watched(model, tokenizer, 4)
     plans = [[f"secret {n} is {rng.random()}", "say it again", "and once more"][: 1 + n % 3] for n in range(9)]
     waiting, live, done = list(range(9)), {}, {}
+    happened = Counter()
+
+    def moved(n, session):
+        """The conversation goes on in another session."""
+        runtime.heard[session] = dict(runtime.heard.get(live[n][0], {}))
+        slot = live[n][0].slot
+        live[n][0].close()
+        assert runtime.pool.is_clear(slot)
+        live[n][0] = session
+
     while waiting or live:
         if waiting and runtime.pool.free_slots and (not live or rng.random() < 0.5):
             n = waiting.pop(0)
             live[n] = [runtime.open(), list(plans[n])]
         for n in rng.sample(sorted(live), len(live)):
             session, left = live[n]
-            if session._turn is None and left:
-                session.send([usr(left.pop(0))])
-                session.begin(SHORT)
-                if rng.random() < 0.3:
-                    for _ in range(rng.randrange(4)):
-                        if session._turn is not None:
-                            runtime.step([session])
-                    if session._turn is not None:
-                        session.cancel()
-                        session.begin(SHORT)
-            elif session._turn is None:
-                done[n] = (session.stream, session._ids, runtime.state_of(session))
-                slot = session._slot
-                session.close()
-                assert runtime.pool.is_clear(slot)
-                del live[n]
-            elif rng.random() < 0.1 and runtime.pool.free_slots:
-                # a fork in the middle of nothing: it is closed again and must leave no trace
+            what, running = rng.random(), session._turn is not None
+            if running and what < 0.06:
+                happened["cancelled"] += 1
                 session.cancel()
-                with session.fork() as fork:
-                    fork.send([usr("something else")])
-                    fork.reply(SHORT)
+                if what < 0.03 and runtime.pool.free_slots:
+                    happened["forked"] += 1
+                    fork = session.fork()
+                    if what < 0.015:
+                        moved(n, fork)
+                    else:
+                        # it says something else, and must leave no trace
+                        fork.send([usr("something else")])
+                        fork.reply(SHORT)
+                        fork.close()
+                elif what < 0.05:
+                    happened["restored"] += 1
+                    session.save(tmp_path / "s")
+                    # where the pool is full, its own slot is the one that is free
+                    heard = runtime.heard.get(session, {})
+                    session.close()
+                    live[n][0] = runtime.restore(tmp_path / "s")
+                    runtime.heard[live[n][0]] = dict(heard)
+                live[n][0].begin(SHORT)
+            elif not running and left:
+                session.send([usr(left.pop(0))])
+                if what < 0.3:
+                    runtime.read([session], at_most=rng.randrange(1, 9))
                 session.begin(SHORT)
+            elif not running:
+                done[n] = (session.stream, session._ids, runtime.state_of(session), runtime.heard[session])
+                session.close()
+                del live[n]
         moving = [entry[0] for entry in live.values() if entry[0]._turn is not None]
         if moving:
             runtime.step(rng.sample(moving, rng.randint(1, len(moving))))
-    for n, (stream, ids, state) in done.items():
-        alone_stream, alone_ids, alone_state = alone(model, tokenizer, *plans[n])
+    assert min(happened[what] for what in ("cancelled", "forked", "restored")) > 0
+    for n, (stream, ids, state, heard) in done.items():
+        alone_stream, alone_ids, alone_state, alone_heard = alone(model, tokenizer, *plans[n])
         assert stream == alone_stream
         assert ids == alone_ids
+        assert heard.keys() == alone_heard.keys()
+        assert all((heard[length] - alone_heard[length]).abs().max() < 1e-9 for length in heard)
         assert (state.wkv - alone_state.wkv).abs().max() < 1e-9
         assert (state.att_shift - alone_state.att_shift).abs().max() < 1e-9
     assert runtime.pool.free_slots == 4
+
+
+def test_company_moves_float32_logits_by_rounding_alone(model, tokenizer):
+    """The tolerance that `Runtime` states."""
+    model = copy.deepcopy(model).float()
+    runtime = Watched(model, tokenizer, 4)
+    sessions = [runtime.open() for _ in range(4)]
+    for n, session in enumerate(sessions):
+        session.send([usr(f"number {n} " * (1 + 5 * n))])
+        session.begin(SHORT)
+    while moving := [session for session in sessions if session._turn is not None]:
+        runtime.step(moving)
+    for n, session in enumerate(sessions):
+        _, ids, _, heard = alone(model, tokenizer, f"number {n} " * (1 + 5 * n))
+        assert ids == session._ids
+        for length, logits in heard.items():
+            assert (runtime.heard[session][length] - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
 def test_a_planted_secret_is_in_no_other_state(runtime):
@@ -211,17 +277,21 @@ def _fresh(model, tokenizer):
         return session.reply(SHORT), session.stream
 
 
-@pytest.mark.parametrize("when", ["empty", "sent", "read", "cancelled", "answered"])
+@pytest.mark.parametrize("when", ["empty", "sent", "read", "half read", "cancelled", "cancelled and more", "answered"])
 def test_a_saved_session_goes_on_as_if_never_stopped(runtime, tmp_path, when):
     session = runtime.open()
     if when != "empty":
         session.send([Block(BlockType.CTRL, '{"reasoning":{"mode":"disabled"}}'), usr("hello")])
     if when == "read":
         session.prefill()
-    if when == "cancelled":
+    if when == "half read":
+        runtime.read([session], at_most=5)
+    if "cancelled" in when:
         events = session.generate(SHORT)
         next(events)
         events.close()
+    if when == "cancelled and more":
+        session.send([usr("wait")])
     if when == "answered":
         session.reply(SHORT)
     session.save(tmp_path / "s.safetensors")
@@ -237,13 +307,20 @@ def test_a_saved_session_goes_on_as_if_never_stopped(runtime, tmp_path, when):
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "model", "tokenizer", "layout", "dtype", "shape", "nan", "text", "missing"]
+    "damage",
+    [
+        *("truncated", "model", "tokenizer", "layout", "dtype", "shape", "nan", "text", "missing", "directory"),
+        *("scores dtype", "scores shape", "scores nan", "ids dtype", "ids unknown", "ids cut", "read", "open"),
+    ],
 )
 def test_damaged_and_foreign_files_are_refused_and_leave_nothing(runtime, tmp_path, damage):
     path = tmp_path / "s.safetensors"
     session = runtime.open()
     session.send([usr("hello")])
     session.reply(SHORT)
+    if damage.startswith("scores"):
+        session.send([usr("and")])
+        session.prefill()
     session.save(path)
     session.close()
     with safe_open(path, "pt") as file:
@@ -252,8 +329,10 @@ def test_damaged_and_foreign_files_are_refused_and_leave_nothing(runtime, tmp_pa
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "text":
         path.write_text("hello")
-    elif damage == "missing":
+    elif damage in ("missing", "directory"):
         path.unlink()
+        if damage == "directory":
+            path.mkdir()
     else:
         if damage in ("model", "tokenizer", "layout"):
             about[damage] = "other"
@@ -263,12 +342,119 @@ def test_damaged_and_foreign_files_are_refused_and_leave_nothing(runtime, tmp_pa
             tensors["att_shift"] = tensors["att_shift"][..., :-1].clone()
         elif damage == "nan":
             tensors["wkv"][0, 0, 0, 0, 0] = float("nan")
+        elif damage == "scores dtype":
+            tensors["scores"] = tensors["scores"].float()
+        elif damage == "scores shape":
+            tensors["scores"] = tensors["scores"][:-1].clone()
+        elif damage == "scores nan":
+            tensors["scores"][3] = float("nan")
+        elif damage == "ids dtype":
+            tensors["ids"] = tensors["ids"].long()
+        elif damage == "ids unknown":
+            tensors["ids"][3] = 10_000_000
+        elif damage == "ids cut":
+            tensors["ids"] = tensors["ids"][:-3].clone()
+        elif damage == "read":
+            about["read"] = "1000"
+        elif damage == "open":
+            about["open_blocks"] = "1"
         save_file(tensors, path, metadata=about)
     with pytest.raises((ValueError, OSError)) as error:
         runtime.restore(path)
     assert "s.safetensors" in str(error.value)
     assert runtime.pool.free_slots == 4
     assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_a_file_cut_anywhere_is_refused(runtime, tmp_path):
+    """In the length of the header, in the header, at the seams of its tensors and within them."""
+    path = tmp_path / "s.safetensors"
+    with runtime.open() as session:
+        session.send([usr("hello")])
+        session.prefill()
+        session.save(path)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = {*range(20), *range(20, header, 13), header, header + 1, *range(header, len(whole), 997), len(whole) - 1}
+    for end in sorted(places):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="truncated"):
+            runtime.restore(path)
+    assert runtime.pool.free_slots == 4
+    assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+@pytest.mark.parametrize("where", ["load", "tree"])
+def test_a_restore_that_is_interrupted_leaves_nothing(runtime, tmp_path, monkeypatch, where):
+    with runtime.open() as session:
+        session.send([usr("hello")])
+        session.save(tmp_path / "s")
+
+    def interrupt(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saved, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.restore(tmp_path / "s")
+    assert runtime.pool.free_slots == 4
+    assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_a_reading_that_is_interrupted_closes_its_sessions(runtime, monkeypatch):
+    """Whatever moment it is: a state that may have seen ids twice, or half of a write, is nobody's."""
+    for moment in range(1, 5):
+        reading, resting = runtime.open(), runtime.open()
+        reading.send([usr("hello")])
+        calls = itertools.count(1)
+
+        def write(slots, owners, state, old=runtime.pool.write, calls=calls, moment=moment):
+            if next(calls) == 1 and moment == 1:
+                raise KeyboardInterrupt
+            old(slots, owners, state)
+            if moment == 2:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.pool, "write", write)
+            if moment > 2:
+                patch.setattr(runtime.pool, "read", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                reading.fork() if moment == 4 else reading.prefill()
+        assert reading.closed == (moment != 4)
+        reading.close()
+        assert not resting.closed
+        resting.close()
+        assert runtime.pool.free_slots == 4
+        assert all(runtime.pool.is_clear(slot) for slot in range(4))
+
+
+def test_a_session_that_cannot_be_written_says_so(runtime, tmp_path):
+    session = runtime.open()
+    session.send([usr("hello")])
+    with pytest.raises(OSError, match="nowhere"):
+        session.save(tmp_path / "nowhere" / "s")
+    assert session.reply(SHORT)
+
+
+def test_an_iterator_that_was_left_ends_no_other_turn(runtime, model, tokenizer):
+    session = runtime.open()
+    session.send([usr("hello")])
+    left = session.generate(SHORT)
+    next(left)
+    session.cancel()
+    events = session.generate(SHORT)
+    next(events)
+    left.close()
+    *_, last = events
+    assert (last.reply, session.stream) == _fresh(model, tokenizer)
+    session.send([usr("more")])
+    left = session.generate(SHORT)
+    next(left)
+    session.cancel()
+    session.begin(SHORT)
+    with pytest.raises(SessionError, match="cancelled"):
+        list(left)
+    assert session._turn is not None
 
 
 def test_controls_tighten_the_limits(runtime):
