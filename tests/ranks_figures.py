@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from small_run import fit, small_config
 
+from smi.training.sharding import local
+
 RANKS = ("hardware=cpu_ddp2", "hardware.launcher=torchrun", "trainer.batch_size=2")
 
 
@@ -35,6 +37,10 @@ def main() -> None:
     def spoil(model):
         model.rwkv7.emb.weight.data.fill_(torch.inf)
 
+    def spoil_shard(model):
+        with torch.no_grad():
+            local(model.rwkv7.emb.weight).fill_(torch.inf)
+
     def term(model):
         signal.raise_signal(signal.SIGTERM)
 
@@ -42,6 +48,11 @@ def main() -> None:
         fit(small_config(folder / "nan", *RANKS), callbacks=[On(2, spoil)])
     except FloatingPointError as error:
         (folder / f"nan-{rank}.txt").write_text(str(error))
+    try:
+        sharded = small_config(folder / "fsdp", *RANKS, "hardware.strategy=fsdp", "trainer.val_every=9")
+        fit(sharded, callbacks=[On(2, spoil_shard)])
+    except FloatingPointError as error:
+        (folder / f"fsdp-{rank}.txt").write_text(str(error))
     try:
         fit(small_config(folder / "term", *RANKS, "trainer.batch_size=4"), callbacks=[On(3, term)])
     except SIGTERMException:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smi.data.batch import PackedBatch
+from smi.training.sharding import local
 
 # documents that are named; the others are counted
 NAMED = 5
@@ -22,7 +23,7 @@ def explain_loss(model: nn.Module, loss: Loss, batches: Sequence[PackedBatch]) -
 
     The forward passes are made again, with the weights that the step began with. Empty where all is finite.
     """
-    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    broken = [name for name, parameter in model.named_parameters() if not bool(local(parameter).isfinite().all())]
     with torch.no_grad():
         for number, batch in enumerate(batches, 1):
             with _outputs(model) as seen:
@@ -34,7 +35,8 @@ def explain_loss(model: nn.Module, loss: Loss, batches: Sequence[PackedBatch]) -
             if held := [parameter for parameter in broken if not name or parameter.startswith(f"{name}.")]:
                 where += f" (the weight {held[0]} is not finite already)"
             return f"{where}; micro-batch {number} of {len(batches)}, {_documents(batch, bad)}"
-    return ""
+    # a loss that was read with weights which are gone
+    return f"the weight {broken[0]} is not finite" if broken else ""
 
 
 def explain_gradient(model: nn.Module, loss: Loss, batches: Sequence[PackedBatch]) -> str:
@@ -43,6 +45,8 @@ def explain_gradient(model: nn.Module, loss: Loss, batches: Sequence[PackedBatch
     Gradients flow from the last layer to the first: where they break first is the last in the model's order.
     """
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    if any(local(parameter) is not parameter for parameter in parameters):
+        return "the parameters are spread over ranks, so the layer is not looked for"
     for number, batch in enumerate(batches, 1):
         for parameter in parameters:
             parameter.grad = None

@@ -90,9 +90,12 @@ class Samples(L.Callback):
 def _reason_against(trainer: L.Trainer, module: SMIModule) -> str | None:
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         return "its parameters are spread over ranks"
-    model: Any = module.model
-    if not isinstance(model, RWKV7ForCausalLM) or type(model.rwkv7.blocks[0].att.key) is not torch.nn.Linear:  # type: ignore[union-attr]
+    model = module.model
+    adapted = any(type(part).__module__.startswith("peft.") for part in model.modules())
+    if adapted or not isinstance(model, RWKV7ForCausalLM):
         return "the runtime does not know its layers"
+    if module.initial_state is not None:
+        return "the runtime starts from no tuned state"
     return None
 
 

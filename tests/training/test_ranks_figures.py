@@ -47,6 +47,12 @@ def test_what_breaks_on_one_rank_stops_both_and_is_named_on_both(ranks):
     assert "documents from synthetic: row" in first
 
 
+def test_what_breaks_in_a_shard_is_named(ranks):
+    message = (ranks / "fsdp-0.txt").read_text()
+    assert "on rank 1 first in the output of rwkv7.emb (the weight rwkv7.emb.weight is not finite already)" in message
+    assert "micro-batch 1 of 1, documents from synthetic: row" in message
+
+
 def test_sigterm_to_one_rank_stops_both_after_the_same_step(ranks):
     assert all((ranks / f"term-{rank}.txt").exists() for rank in (0, 1))
     [saved] = list_checkpoints(ranks / "term" / "checkpoints")
