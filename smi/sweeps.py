@@ -122,7 +122,7 @@ def run_job(config: DictConfig) -> float | str:
     finally:
         job = Job(number, overrides, status, objective, round(time.monotonic() - start, 1), error)
         _write(folder / f"{number}.json", json.dumps(asdict(job), indent=1))
-    return error if objective is None else objective
+    return (error or status) if objective is None else objective
 
 
 def _command(hydra: Any) -> list[str]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def read_batches(
         piece: as for `smi.data.batch.pack`.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="smi-reader") if workers else None
-    submit = pool.submit if pool else _at_once
+    submit: Callable[..., Future[Any]] = pool.submit if pool else _at_once
 
     def read(window: Window | None, groups: dict[int, Future[RowGroup]]) -> dict[int, Future[RowGroup]]:
         # neighbouring windows share row groups; one that no longer occurs is let go
@@ -109,6 +110,7 @@ def read_batches(
 
 def _read(submit: Callable[..., Future[RowGroup]], corpus: Corpus, number: int) -> Future[RowGroup]:
     block = corpus.groups[number]
+    assert isinstance(block.path, Path)  # shards are files of this machine
     return submit(read_row_group, block, corpus.metadata[block.path])
 
 
