@@ -54,8 +54,8 @@ class Job:
     """What became of a job.
 
     status: ok, failed, or diverged, where the loss or the objective was not finite.
-    objective: the figure that `sweep.objective` names, where the status is ok.
-    error: the last thing it said, otherwise.
+    objective: the figure that `sweep.objective` names, where the status is ok and there is one.
+    error: the last thing it said, or why there is no objective.
     """
 
     number: int
@@ -202,7 +202,7 @@ def _objective(run_dir: Path, name: str) -> tuple[str, float | None, str | None]
     """Status, objective and error of a run that ended well."""
     figures = json.loads((run_dir / FIGURES_FILE).read_text(encoding="utf-8"))
     if name not in figures:
-        return "failed", None, f"sweep.objective={name} is no figure of this run; there are: {', '.join(figures)}"
+        return "ok", None, f"sweep.objective={name} is no figure of this run; there are: {', '.join(figures)}"
     value = figures[name]
     return ("diverged", None, f"{name} is not finite") if value is None else ("ok", value, None)
 
@@ -239,7 +239,8 @@ def conclude(application: Callable[[], None]) -> int:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if SweepReport.begun is None:
             raise
-        # the Optuna sweeper's way of saying that every trial failed, which the report says better
+        # the Optuna sweeper's way of saying that no trial has an objective, which the report says better
+        code = SOME_FAILED
         if "No trials are completed yet" not in str(error):
             print(f"error: {error}", file=sys.stderr)
             code = 2
@@ -285,7 +286,7 @@ def report(jobs: Sequence[Job], folder: Path, objective: str, direction: str) ->
     console.print()
     console.print(table)
     for job in jobs:
-        if job.status != "ok":
+        if job.error is not None:
             what = " ".join(f"{name}={job.values.get(name, '')}" for name in names)
             console.print(f"job {job.number} ({what}) {job.status}: {job.error}", markup=False, soft_wrap=True)
     ok = sum(job.status == "ok" for job in jobs)

@@ -78,7 +78,7 @@ if __name__ == "__main__":
             pid = child(root / "killed")
             while deaths % 3 and list_checkpoints(folder) == before and os.waitid(os.P_PID, pid, LEFT) is None:
                 time.sleep(0.005)
-            time.sleep(rng.uniform(0, 0.2 if deaths % 3 else 1.5))
+            time.sleep(rng.uniform(0, 0.03 if deaths % 3 else 0.3))
             os.kill(pid, signal.SIGKILL)
         status = status_of(pid)
         if status == 0:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from killed_run import assert_identical
 
 from smi.composing import config_dir, judge, register
 from smi.train import train
+from smi.training.checkpoint import read_checkpoint
 
 SCRIPT = Path(__file__).parent / "gradients.py"
 TINY = [
@@ -132,7 +136,7 @@ class TestSweepOfSeveralProcesses:
     @pytest.mark.parametrize(("job", "strategy"), [(FSDP, "ddp"), (None, "fsdp")])
     def test_they_go_on_from_a_checkpoint_of_other_hardware(self, alone, sweep, tmp_path, job, strategy):
         begun = alone if job is None else sweep[0] / job
-        later = shutil.ignore_patterns("step-[23].ckpt", "export", "*.json")
+        later = shutil.ignore_patterns("step-[23].ckpt", "export", "figures.json")
         shutil.copytree(begun, tmp_path / "run", ignore=later)
         hardware = ["hardware=cpu_ddp2", f"hardware.strategy={strategy}"]
         output = smi(*TINY, *hardware, "paths.run_dir=run", "resume=auto", cwd=tmp_path)
@@ -157,3 +161,43 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
     assert output.count("error in process 1: the disk of this process is gone") == 1
     assert "error: " not in output
     assert "Traceback" not in output
+
+
+@pytest.mark.full
+def test_two_ranks_that_are_killed_come_to_what_two_come_to_that_are_not(tmp_path: Path) -> None:
+    """By the command line: five kills in sixty steps, weights, optimizer, rates and logged losses to the last bit."""
+    arguments = [*TINY, "hardware=cpu_ddp2", "trainer.max_steps=60", "trainer.keep_checkpoints=1", "callbacks=none"]
+    smi(*arguments, "paths.run_dir=whole", cwd=tmp_path)
+    saved = tmp_path / "killed" / "checkpoints"
+    rng = random.Random(0)
+    for step in sorted(rng.sample(range(1, 55), 5)):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "smi.train", *arguments, "paths.run_dir=killed", "resume=auto"],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 300
+        while not any(int(file.stem.removeprefix("step-")) >= step for file in saved.glob("step-*.ckpt")):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    smi(*arguments, "paths.run_dir=killed", "resume=auto", cwd=tmp_path)
+    whole, killed = (read_checkpoint(tmp_path / name / "checkpoints" / "step-60.ckpt") for name in ("whole", "killed"))
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "random_states"):
+        assert_identical(whole[part], killed[part], part)
+    assert_identical(losses(tmp_path / "whole"), losses(tmp_path / "killed"))
+
+
+def losses(run_dir: Path) -> list[dict[str, float]]:
+    """Every figure of the run but those of its speed and of the machine, row by row."""
+    rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+    assert any("train/loss" in row for row in rows)
+    kept = ("step", "train/", "val/", "data/")
+    return [{name: value for name, value in row.items() if name.startswith(kept)} for row in rows]

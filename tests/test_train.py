@@ -272,11 +272,11 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path, sent, code):
 
 
 class TestResume:
-    """In a copy of a finished run."""
+    """In a copy of a run that was killed after its last step."""
 
     @pytest.fixture
     def copy(self, quickstart, tmp_path):
-        shutil.copytree(quickstart[0], tmp_path / "run")
+        shutil.copytree(quickstart[0], tmp_path / "run", ignore=shutil.ignore_patterns("figures.json"))
         return tmp_path / "run"
 
     def refused(self, run_dir, *arguments):

@@ -66,7 +66,7 @@ def killed(root: Path, seed: int, kills: int, steps: int, every: int) -> int:
 
 
 def test_a_run_that_saves_each_step_is_always_resumable(tmp_path: Path) -> None:
-    assert killed(tmp_path, 0, kills=6, steps=12, every=1) >= 3
+    assert killed(tmp_path, 0, kills=6, steps=24, every=1) >= 3
 
 
 @pytest.mark.full
