@@ -94,7 +94,7 @@ class TestDryRun:
         with pytest.raises(ValueError, match="this run cannot start") as error:
             dry(composed("+recipe=rwkv7_pilot"))
         assert "needs an NVIDIA GPU" in str(error.value)
-        assert "mixtures/rwkv7_pilot is no mixture" in str(error.value)
+        assert "mixtures/pilot_2048 is no mixture" in str(error.value)
 
     def test_a_prepared_mixture_is_checked(self, mixture, tmp_path):
         assert str(mixture) in dry(prepared(mixture))

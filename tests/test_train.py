@@ -395,7 +395,7 @@ class TestBadInput:
         [
             (["data.train_files=[nope.jsonl]"], "nope.jsonl"),
             ([], "data.train_files is empty"),
-            (["data=pilot"], "mixtures/smi is no mixture"),
+            (["data=pilot"], "mixtures/pilot_2048 is no mixture"),
             (["data=pilot", "data.mixture=null"], "data.mirror is not set"),
             (["data.train_files=[good.jsonl]", "data.val_fraction=0", "logger=wandb"], "smi[wandb]"),
             (["data.train_files=[bad.jsonl]"], "no training row was accepted"),

@@ -114,7 +114,8 @@ def fla(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine whose torch sees a Hopper GPU, with nvcc."""
+    """A machine whose torch sees a Hopper GPU, with nvcc, and multiplies float32 in float32."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(fla_backends, "has_nvcc", lambda: True)
