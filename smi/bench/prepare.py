@@ -107,7 +107,7 @@ def compiling(tokenizer: Tokenizer, talks: list[Conversation]) -> dict[str, Figu
             "peer_streams": lambda: [by_peer(stream) for stream in streams],
             "peer_conversations": lambda: [by_peer(to_stream(talk)) for talk in talks],
         },
-        rounds=7,
+        rounds=5,
     )
     size = sum(len(text.encode()) for text in texts) / 1e6
     speed = {name: tokens / seconds / 1e6 for name, seconds in times.items()}

@@ -196,10 +196,10 @@ def _origins(corpus: Corpus, window: Window, supervised: NDArray[np.int64]) -> l
     places = np.repeat(np.arange(packs), np.diff(window.bounds)) * len(names) + corpus.sources_of(window.members)
     targets = np.bincount(places, supervised, packs * len(names)).astype(np.int64).reshape(packs, len(names))
     return [
-        Origin(names, row, partial(_place, corpus, window.members[start:end]))
-        for row, (start, end) in zip(targets, pairwise(window.bounds.tolist()), strict=True)
+        Origin(names, row, partial(_place, corpus, window.members, start))
+        for row, start in zip(targets, window.bounds[:-1].tolist(), strict=True)
     ]
 
 
-def _place(corpus: Corpus, members: NDArray[np.int64], document: int) -> str:
-    return str(corpus.where(int(members[document])))
+def _place(corpus: Corpus, members: NDArray[np.int64], start: int, document: int) -> str:
+    return str(corpus.where(int(members[start + document])))
