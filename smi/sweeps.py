@@ -34,6 +34,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from smi.composing import config_dir
+from smi.files import write_whole
 from smi.provenance import FIGURES_FILE
 
 # exit statuses of a run: its loss was no longer finite; of a sweep: a job did not end well
@@ -121,7 +122,7 @@ def run_job(config: DictConfig) -> float | str:
         raise
     finally:
         job = Job(number, overrides, status, objective, round(time.monotonic() - start, 1), error)
-        _write(folder / f"{number}.json", json.dumps(asdict(job), indent=1))
+        write_whole(folder / f"{number}.json", json.dumps(asdict(job), indent=1))
     return (error or status) if objective is None else objective
 
 
@@ -207,12 +208,6 @@ def _objective(run_dir: Path, name: str) -> tuple[str, float | None, str | None]
     return ("diverged", None, f"{name} is not finite") if value is None else ("ok", value, None)
 
 
-def _write(file: Path, text: str) -> None:
-    draft = file.with_name(f".{file.name}.partial")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(file)
-
-
 class SweepReport(Callback):
     """Hydra's hook, which tells `conclude` of the sweep that has begun in this process."""
 
@@ -293,7 +288,7 @@ def report(jobs: Sequence[Job], folder: Path, objective: str, direction: str) ->
     console.print(f"{ok} of {len(jobs)} jobs ended well; see {folder}/sweep.csv and sweep.png", soft_wrap=True)
 
     content = {"objective": objective, "direction": direction, "jobs": [asdict(job) for job in ranked]}
-    _write(folder / "sweep.json", json.dumps(content, indent=1))
+    write_whole(folder / "sweep.json", json.dumps(content, indent=1))
     with (folder / "sweep.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["job", "status", objective, "seconds", *names, "error"])

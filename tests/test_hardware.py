@@ -133,7 +133,7 @@ def test_weights_gradients_and_optimizer_are_estimated_exactly():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-def test_activations_are_estimated_within_a_fifth(checkpointing, half):
+def test_activations_are_estimated_within_a_quarter(checkpointing, half):
     """Against the memory that autograd keeps for backward, loss included; with `chunked`, which runs everywhere."""
     tokens = 512
     model = RWKV7ForCausalLM(SMALL).train()

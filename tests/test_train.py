@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from killed_run import assert_identical
 from preparing import plan, write_sources
 
 from smi.composing import config_dir, judge, register
@@ -67,22 +68,6 @@ def run(*arguments, cwd, code=0):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == code, output
     return output
-
-
-def assert_identical(there, here, place=""):
-    """Equal to the last bit, tensors within plain values."""
-    if isinstance(there, torch.Tensor):
-        assert torch.equal(there, here), place
-    elif isinstance(there, dict):
-        assert there.keys() == here.keys(), place
-        for key in there:
-            assert_identical(there[key], here[key], f"{place}/{key}")
-    elif isinstance(there, list | tuple):
-        assert len(there) == len(here), place
-        for index, (a, b) in enumerate(zip(there, here, strict=True)):
-            assert_identical(a, b, f"{place}/{index}")
-    else:
-        assert there == here, place
 
 
 def state(run_dir, step):

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from smi.data.hub import HubFile
 from smi.data.readers import File
+from smi.files import sync
 from smi.protocol.codec import Example
 
 COMPRESSION_LEVEL = 3
@@ -175,7 +176,7 @@ class ShardFile:
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._draft, self.path)
-        sync_directory(self.path.parent)
+        sync(self.path.parent)
         rows, tokens, supervised = self._counts.tolist()
         content = {"rows": rows, "tokens": tokens, "supervised_tokens": supervised}
         return {"file": self.path.name, **content, **identity(self.path)}
@@ -207,16 +208,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         draft.unlink(missing_ok=True)
         raise
     os.replace(draft, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames within a directory last."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 def identity(path: File) -> dict[str, Any]:

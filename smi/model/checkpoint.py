@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
+from smi.files import sync
 from smi.model.configuration import RWKV7Config
 from smi.model.layouts import DEAD, Layout, check_fla, config_of, fla_config, from_form, layout_of, place, to_form
 from smi.model.modeling import RWKV7ForCausalLM
@@ -348,9 +349,15 @@ def _laid_out(model: RWKV7ForCausalLM, layout: Layout) -> dict[str, Tensor]:
 def publish(draft: Path, target: Path) -> None:
     """Gives a finished file or directory its name, once all of it is on the disk."""
     for path in [*draft.rglob("*"), draft] if draft.is_dir() else [draft]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(path)
     os.replace(draft, target)
+
+
+def publish_over(draft: Path, directory: Path) -> None:
+    """The same for a directory that may take the place of an earlier one."""
+    earlier = directory.with_name(f".{directory.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if directory.exists():
+        directory.rename(earlier)
+    publish(draft, directory)
+    shutil.rmtree(earlier, ignore_errors=True)

@@ -24,6 +24,8 @@ import torch.distributed
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
+from smi.files import sync
+
 log = logging.getLogger("smi")
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -56,7 +58,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             read_whole(draft)
             os.replace(draft, target)
-            _sync_folder(target.parent)
+            sync(target.parent)
         except Exception as error:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
@@ -68,14 +70,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return super().load_checkpoint(path, map_location, weights_only=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def step_of(file: Path) -> int:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
 from smi.config import TuningConfig
-from smi.model.checkpoint import load_pretrained, publish, save_native, save_pretrained
+from smi.model.checkpoint import load_pretrained, publish_over, save_native, save_pretrained
 from smi.model.layouts import config_of
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.model.time_state import TIME_STATE_FILE, save_time_state
@@ -104,12 +104,7 @@ def export_model(
         carry(origin / "base", draft, code="hf" in formats)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
     write_card(draft, model, tokenizer, formats, figures)
-    earlier = directory.with_name(f".{directory.name}.earlier")
-    shutil.rmtree(earlier, ignore_errors=True)
-    if directory.exists():
-        directory.rename(earlier)
-    publish(draft, directory)
-    shutil.rmtree(earlier, ignore_errors=True)
+    publish_over(draft, directory)
     return directory
 
 

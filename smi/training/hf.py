@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from smi.config import Config
 from smi.data.batch import PackedBatch
-from smi.model.checkpoint import publish
+from smi.model.checkpoint import publish_over
 from smi.protocol.tokens import grow_embeddings
 from smi.tokenizer import Tokenizer
 from smi.training.loss import LossSums
@@ -291,10 +291,5 @@ structural tokens are in `smi_token_ids.json`.
 {section}""",
         encoding="utf-8",
     )
-    earlier = directory.with_name(f".{directory.name}.earlier")
-    shutil.rmtree(earlier, ignore_errors=True)
-    if directory.exists():
-        directory.rename(earlier)
-    publish(draft, directory)
-    shutil.rmtree(earlier, ignore_errors=True)
+    publish_over(draft, directory)
     return directory

@@ -205,7 +205,7 @@ class SMIModule(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
         # after the callbacks', which add figures
         if self.due:
-            # for other callbacks; lightning takes half a millisecond a name, too long for each step
+            # for other callbacks; what lightning does for each name is too slow for each step
             self.log_dict(self.figures, logger=False)
         self._write_row()
 

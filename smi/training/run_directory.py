@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from smi.config import Config
+from smi.files import write_whole
 from smi.hardware import process_rank
 from smi.provenance import FIGURES_FILE, describe_start
 from smi.training.checkpoint import check_checkpoint, list_checkpoints, newest_sound, read_checkpoint, step_of
@@ -150,14 +151,6 @@ def finish(config: Config, figures: dict[str, float], steps: int) -> None:
     """Writes what came of the run, null for what is not finite; its directory is a finished one from now on."""
     finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
     write_whole(Path(config.paths.run_dir, FIGURES_FILE), json.dumps({"steps": steps} | finite, indent=2) + "\n")
-
-
-def write_whole(file: Path, text: str) -> None:
-    """The file has its old content or the new one, whenever the run is killed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.partial")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(file)
 
 
 def _yaml(settings: dict[str, Any]) -> str:
