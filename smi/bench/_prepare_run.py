@@ -12,14 +12,12 @@ from pathlib import Path
 from smi.bench.measure import Figure, resident
 from smi.bench.prepare import conversations
 from smi.data.mixture import prepare
-from smi.data.plan import Plan
+from smi.data.plan import Account, Plan
 from smi.data.sources import SourceSpec
 from smi.protocol.conversation import to_stream
 from smi.tokenizer import load_tokenizer
 
-ROWS = 5_000
-# the head: what starting and ending cost is not of the rows
-HEAD = 1_500
+ROWS = 8_000
 ROUNDS = 2
 # rows/s of the bare encoder on the core that the target is given for, and of preparation there
 ENCODER, TARGET = 45_000, 2_000
@@ -32,24 +30,23 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def rows_per_second(source: Path, workers: int) -> tuple[float, float]:
-    """(rows/s past the head, peak MB of this process) of one preparation.
+    """(rows/s from the first report on, peak MB of this process) of one preparation.
 
-    What the rows past the head add to the time: workers are rows ahead of what is written, and a clock that is started
-    among the rows would not count those.
+    The first report comes when everything is loaded and compiled. A clock that started later would not count what
+    workers have done ahead of what is written by then.
     """
-    lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
-    took: list[float] = []
-    tokenizer = load_tokenizer("rwkv_world")
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
-        # the first one loads and compiles what all need
-        for number, count in enumerate((100, HEAD, len(lines))):
-            part = Path(folder) / f"{number}.jsonl"
-            part.write_text("".join(lines[:count]), encoding="utf-8")
-            plan = Plan([SourceSpec("talk", part.name, "messages")], tokenizer, Path(folder), 2048)
-            began = time.perf_counter()
-            prepare(plan, Path(folder) / f"mixture{number}", workers=workers)
-            took.append(time.perf_counter() - began)
-    return (len(lines) - HEAD) / (took[-1] - took[-2]), resident("VmHWM") / 2**20
+        plan = Plan([SourceSpec("talk", source.name, "messages")], load_tokenizer("rwkv_world"), source.parent, 2048)
+        begun: list[tuple[float, int]] = []
+
+        def watch(source: str, account: Account) -> None:
+            if not begun:
+                begun.append((time.perf_counter(), account.rows))
+
+        manifest = prepare(plan, Path(folder) / "mixture", workers=workers, progress=watch)
+        took = time.perf_counter() - begun[0][0]
+        rows = manifest.sources["talk"]["rows"] - begun[0][1]
+    return rows / took, resident("VmHWM") / 2**20
 
 
 def _measure(source: Path, workers: int) -> tuple[float, float]:
