@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
+# a test file stays in one process, so that what its tests share is made once
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-full lint format clean
@@ -20,10 +22,10 @@ train: setup ## train the quickstart recipe: a small tool-using agent, on the CP
 	$(RUN) -m smi.train +recipe=quickstart
 
 test: setup ## run the test suite
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(PARALLEL)
 
 test-full: setup ## the same with the slow tests, and many more examples for each property
-	$(RUN) -m pytest -m 'not gpu' --hypothesis-profile=full
+	$(RUN) -m pytest $(PARALLEL) -m 'not gpu' --hypothesis-profile=full
 
 lint: setup ## check style and types
 	$(RUN) -m ruff check .

@@ -47,7 +47,7 @@ def test_the_pilot_is_prepared_and_trained_on(tmp_path: Path) -> None:
     output = run(*PILOT, "prepare.workers=2", cwd=tmp_path)
     for source in SOURCES:
         assert source in output
-    mixture = tmp_path / "mixtures" / "rwkv7_pilot"
+    mixture = tmp_path / "mixtures" / "pilot_2048"
     manifest = read_manifest(mixture)
     assert not manifest.shortfalls
     assert sum(a["supervised_tokens"] for a in manifest.sources.values()) >= 6000
@@ -81,7 +81,8 @@ def test_the_pilot_is_prepared_and_trained_on(tmp_path: Path) -> None:
     for source in SOURCES:
         assert source in output
 
-    output = run(*train, "paths.run_dir=a", "data.max_length=1024", cwd=tmp_path, module="smi.train", code=2)
+    shorter = [f"data.mixture={mixture}", "data.max_length=1024"]
+    output = run(*train, "paths.run_dir=a", *shorter, cwd=tmp_path, module="smi.train", code=2)
     assert "compile.max_length was 2048 and is 1024" in output
     output = run(*train, "paths.run_dir=b", "tokenizer=compact", cwd=tmp_path, module="smi.train", code=2)
     assert "tokenizer.vocabulary_sha256 was" in output
