@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from smi.data.batch import Origin, PackedBatch, pack
 from smi.data.describe import Description, Facts
+from smi.data.epochs import Ahead, epoch_documents
 from smi.data.loader import Clock, FixedBatches, Prefetch, TrainLoader
 from smi.data.mixing import OnEpoch, PreparedTraining
 from smi.data.order import Corpus, Place, Shuffle
@@ -39,7 +40,6 @@ from smi.data.pipeline import (
     DocumentSource,
     RowAccount,
     check_sources,
-    epoch_documents,
     share_of,
 )
 from smi.data.prepared import PreparedSource
@@ -81,6 +81,9 @@ class SMIDataModule(LightningDataModule):
         start: micro-batches at the head of the stream to leave out, per rank; for a run that goes on from the
             weights of another one alone.
         workers: threads that read ahead, where all of `train` is prepared; the order does not depend on them.
+        compile_workers: processes that compile the rows of files, where it is not; with 0 the thread that runs ahead
+            does so itself. The order does not depend on them. A script that starts some needs its
+            `if __name__ == "__main__"`.
         on_change: what a checkpoint of another seed, window, pack length or number of packs a step meets.
             "refuse" names what differs; "continue" goes on with exactly the documents that its epoch has left.
 
@@ -108,6 +111,7 @@ class SMIDataModule(LightningDataModule):
         micro_batch: int = 1,
         start: int = 0,
         workers: int = 2,
+        compile_workers: int = 0,
         on_change: str = "refuse",
     ) -> None:
         super().__init__()
@@ -122,6 +126,7 @@ class SMIDataModule(LightningDataModule):
             ("val_batches", val_batches, 1),
             ("start", start, 0),
             ("workers", workers, 0),
+            ("compile_workers", compile_workers, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -154,6 +159,7 @@ class SMIDataModule(LightningDataModule):
         self.micro_batch = micro_batch
         self.start = start
         self.workers = workers
+        self.compile_workers = compile_workers
         self.on_change = on_change
         self.account = RowAccount()
         """What became of the training rows since the stream was last begun, prefetched batches included."""
@@ -293,12 +299,14 @@ class SMIDataModule(LightningDataModule):
             packs = mixture.batches(place, rank, world_size, account, on_epoch)
         else:
             on_epoch(0, 0)
-            chosen = itertools.islice(self.packs(), place.packs + rank, None, world_size)
+            chosen = itertools.islice(self.packs(self.compile_workers), place.packs + rank, None, world_size)
             packs = (self.batch(members) for members in chosen)
         return (PackedBatch.join(some) for some in _groups(packs, self.micro_batch))
 
-    def packs(self) -> Iterator[list[Document]]:
+    def packs(self, compile_workers: int = 0) -> Iterator[list[Document]]:
         """The documents of each pack of the training stream, from its beginning and without end.
+
+        compile_workers: as for the module.
 
         Begins a new `account`. Raises ValueError with the account where an epoch holds no document.
         """
@@ -317,9 +325,14 @@ class SMIDataModule(LightningDataModule):
 
         # the latest stream is the one reported
         self.account = account = RowAccount()
-        return self._epochs(account, refuse)
+        if not compile_workers:
+            return self._epochs(account, refuse)
+        ahead = Ahead(self.train_sources, self.root, self.tokenizer, compile_workers)
+        return _closing(self._epochs(account, refuse, ahead), ahead)
 
-    def _epochs(self, account: RowAccount, refuse: Callable[[str, bytes], str | None]) -> Iterator[list[Document]]:
+    def _epochs(
+        self, account: RowAccount, refuse: Callable[[str, bytes], str | None], ahead: Ahead | None = None
+    ) -> Iterator[list[Document]]:
         for epoch in itertools.count():
             order = f"{self.seed}/{epoch}"
             documents = epoch_documents(
@@ -329,6 +342,7 @@ class SMIDataModule(LightningDataModule):
                 root=self.root,
                 order=order,
                 epoch=epoch,
+                ahead=ahead,
                 refuse=refuse,
             )
             pack_count = 0
@@ -471,6 +485,14 @@ class SMIDataModule(LightningDataModule):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
         return trainer if trainer.state.status == TrainerStatus.RUNNING else None
+
+
+def _closing(items: Iterator[list[Document]], ahead: Ahead) -> Iterator[list[Document]]:
+    """The same, and the end of its processes when it is no longer used."""
+    try:
+        yield from items
+    finally:
+        ahead.close()
 
 
 def _place(places: list[Location], document: int) -> str:
