@@ -210,6 +210,13 @@ def test_what_must_not_be_run_is_not_handed_out(server, client):
     assert [call.id for call in choice.message.tool_calls] == ["r2"]
     assert [refused["type"] for refused in choice.message.smi_refused_actions] == ["json"]
     assert metric(server, "smi_actions_refused_total") == before + 1
+    # a pattern that an engine which backtracks would try for longer than anyone waits
+    slow = {**loose["function"]["parameters"], "properties": {"city": {"pattern": "^([a-z]+)+$"}}}
+    call = 'call r4 weather {"city":"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"}'
+    choice = ask(
+        client, call, tools=[{"type": "function", "function": {"name": "weather", "parameters": slow}}]
+    ).choices[0]
+    assert [refused["type"] for refused in choice.message.smi_refused_actions] == ["arguments"]
     # cut by the limit
     cut = ask(client, 'call r3 weather {"city":"Rom"}', tools=[WEATHER], max_tokens=12).choices[0]
     assert cut.finish_reason == "length"
@@ -291,6 +298,12 @@ BASE = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         ({"stream": 1}, 400, "stream", "true or false"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "only be 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 3}}}]}, 400, None, "Schema"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"pattern": "^(?!a)"}}}]},
+            400,
+            "tools.x.parameters",
+            "pattern: '^(?!a)'",
+        ),
         ({"tool_choice": "required"}, 400, "tool_choice", "no tools"),
         ({"tools": [CLOCK], "tool_choice": "maybe"}, 400, "tool_choice", "must be none"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "z"}}}, 400, "tool_choice", "'z'"),
