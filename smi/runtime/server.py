@@ -64,6 +64,7 @@ class Settings:
     without tokens names its own, so that no web page can reach it under another.
     max_queue: requests that may wait beside those that are answered. max_body: bytes. max_tokens: of an answer.
     timeout: seconds of a request, waiting included; a client that reads its stream slowly has as many beyond.
+    receive: seconds in which the body must have come; headers are the server's to wait for, see `bounded_connections`.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Settings:
     max_body: int = 4 << 20
     max_tokens: int = 1024
     timeout: float = 300.0
+    receive: float = 30.0
 
 
 def create_app(runtime: Runtime, settings: Settings) -> Starlette:
@@ -245,13 +247,14 @@ class _Server:
             raise too_large
         data = bytearray()
         try:
-            async with asyncio.timeout(self._settings.timeout):
+            async with asyncio.timeout(self._settings.receive):
                 async for piece in http.stream():
                     data += piece
                     if len(data) > most:
                         raise too_large
         except TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+            close = {"Connection": "close"}
+            raise ApiError(408, "the body did not arrive in time", code="timeout", headers=close) from None
         try:
             return loads(data.decode())
         except UnicodeDecodeError as error:
