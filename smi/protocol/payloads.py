@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from smi.protocol.json_text import dumps, loads, read
-from smi.protocol.schemas import schema_problem, validate_arguments
+from smi.protocol.schemas import MOST_PATTERNS, patterns_size, schema_problem, validate_arguments
 from smi.protocol.stream import Payload, ProtocolError
 
 __all__ = [
@@ -112,6 +112,7 @@ def declare(tools: object = None, caps: object = None) -> Capabilities:
                 raise ProtocolError("caps", "caps.tools", "tools are declared twice; give them as tools or in caps")
             tools, where = caps["tools"], "caps.tools"
     declared = [] if tools is None else normalise_tools(tools, where)
+    _check_size(declared)
     texts = [_declared(tool) for tool in declared]
     actions: list[dict[str, Any]] = []
     if "actions" in rest:
@@ -126,6 +127,17 @@ def declare(tools: object = None, caps: object = None) -> Capabilities:
     )
 
 
+def _check_size(declarations: list[dict[str, Any]]) -> None:
+    """Each may have few patterns while all of them have many."""
+    size = 0
+    for declaration in declarations:
+        size += patterns_size(declaration.get("parameters"))
+        if size > MOST_PATTERNS:
+            what = f"with those before, patterns of {size:,} characters, repetitions written out"
+            place = f"tools.{declaration['name']}.parameters"
+            raise ProtocolError("schema", place, f"{what}; at most {MOST_PATTERNS:,} are read")
+
+
 def _actions(actions: object) -> tuple[list[dict[str, Any]], list[Any]]:
     """`actions` as declarations, and as they are written: a bare name stays a bare name."""
     if not isinstance(actions, list):
@@ -135,7 +147,9 @@ def _actions(actions: object) -> tuple[list[dict[str, Any]], list[Any]]:
         bare = isinstance(action, str)
         declared.append(_declaration({"name": action} if bare else action, f"caps.actions[{index}]"))
         written.append(action if bare else declared[-1])
-        _declared(declared[-1])
+    _check_size(declared)
+    for declaration in declared:
+        _declared(declaration)
     return _distinct(declared, "caps.actions"), written
 
 

@@ -40,6 +40,7 @@ from smi.runtime.openai import (
     Message,
     Usage,
     bad_request,
+    check_values,
     protocol_refusal,
     read_request,
 )
@@ -236,7 +237,7 @@ class _Server:
         finally:
             self._inside -= 1
 
-    async def _body(self, http: Request) -> Any:
+    async def _body(self, http: Request) -> bytes:
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"the body must be application/json, not {kind or 'untyped'}", code="content_type")
@@ -255,12 +256,20 @@ class _Server:
         except TimeoutError:
             close = {"Connection": "close"}
             raise ApiError(408, "the body did not arrive in time", code="timeout", headers=close) from None
+        return bytes(data)
+
+    def _understood(self, body: bytes) -> ChatRequest:
+        """On a thread of its own. No thread can be stopped, so what it may meet is bounded beforehand."""
         try:
-            return loads(data.decode())
+            text = body.decode()
+            check_values(text, "the body")
+            value = loads(text)
         except UnicodeDecodeError as error:
             raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_json") from None
         except ProtocolError as error:
-            raise ApiError(400, f"the body is not usable JSON: {error.message}", code="invalid_json") from None
+            where = f" at {error.where}" if error.where else ""
+            raise ApiError(400, f"the body is not usable JSON{where}: {error.message}", code="invalid_json") from None
+        return read_request(value, most_tokens=self._settings.max_tokens, constrainer=self._constrainer)
 
     # --- the routes
 
@@ -270,9 +279,7 @@ class _Server:
             held.enter_context(self._place())
             body = await self._body(http)
             # declarations are checked and compiled there
-            request = await asyncio.to_thread(
-                read_request, body, most_tokens=self._settings.max_tokens, constrainer=self._constrainer
-            )
+            request = await asyncio.to_thread(self._understood, body)
             if request.model != self._settings.model:
                 message = f"there is no model {request.model!r} here; there is {self._settings.model!r}"
                 raise ApiError(404, message, code="model_not_found", param="model")

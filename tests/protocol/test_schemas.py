@@ -87,8 +87,11 @@ def test_patterns_mean_what_they_do_in_json_schema(parameters, arguments, where)
         # no place for schemas in this dialect, but a reference finds it
         ({**DRAFT_7, "$defs": {"a": {"pattern": "(?<=a)b"}}}, "$defs.a.pattern", "look-around"),
         ({"properties": {"default": {"pattern": "("}}}, "properties.default.pattern", "unclosed group"),
-        ({"properties": {"x": {"pattern": r"^(\w{1,99}){1,99}$"}}}, "properties.x.pattern", "size limit"),
-        ({"properties": {"x": {"pattern": "a{99999999999999999999}"}}}, "properties.x.pattern", "decimal"),
+        ({"properties": {"x": {"pattern": r"\p{L}{399}"}}}, "properties.x.pattern", "size limit"),
+        ({"properties": {"x": {"pattern": "a{18446744073709551616}"}}}, "", "patterns of 184,467,440 characters"),
+        ({"properties": {"x": {"pattern": r"^(\w{9}){99}$"}}}, "", "patterns of 44,"),
+        ({"properties": {"x": {"pattern": "(([ab]{2}|c){3}+{50}){99}"}}}, "", "patterns of "),
+        ({"properties": {"x": {"pattern": "(?ix) # (["}}}, "properties.x.pattern", "verbose"),
         (named("a", unevaluatedProperties=False), "", "unevaluatedProperties beside patternProperties"),
         ({"properties": {"x": {**DRAFT_7, "pattern": "^(a+)+$"}}}, "", "$schema can stand only at the root"),
     ],
@@ -99,6 +102,38 @@ def test_what_no_linear_engine_checks_is_refused_at_declaration(parameters, plac
     assert (caught.value.reason, caught.value.where) == ("schema", "tools.f.parameters")
     assert place in caught.value.message
     assert says in caught.value.message
+
+
+def test_patterns_are_bounded_over_all_declarations():
+    tools = [{"name": f"f{i}", "parameters": {"properties": {"x": {"pattern": "[a-z]{999}"}}}} for i in range(21)]
+    declare(tools[:20])
+    with pytest.raises(ProtocolError, match="patterns of 20,979 characters") as caught:
+        declare(tools)
+    assert (caught.value.reason, caught.value.where) == ("schema", "tools.f20.parameters")
+    with pytest.raises(ProtocolError, match="patterns of 20,979 characters") as caught:
+        declare(None, {"actions": tools})
+    assert (caught.value.reason, caught.value.where) == ("schema", "tools.f20.parameters")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("^a+$", 4),
+        ("a{3}", 3),
+        ("a{2,5}b", 6),
+        ("(ab){3}", 9),
+        ("((ab){3}c){2}", 22),
+        (r"[a-z(\]{2}]", 1),
+        (r"[\w-]{2}\w", 150),
+        (r"\x{41}\{2}", 4),
+        ("(a+{9})?", 12),
+        ("a{0}", 1),
+        ("[a{99}", 1),
+        ("^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", 41),
+    ],
+)
+def test_the_size_of_a_pattern(pattern, size):
+    assert schemas.patterns_size({"items": {"pattern": pattern}}) == size
 
 
 def test_data_and_names_are_no_patterns():

@@ -311,6 +311,18 @@ BASE = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
             "tools.x.parameters",
             "pattern: '^(?!a)'",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"allOf": [{}] * 20_000}}}]},
+            400,
+            "tools",
+            "at most 20,000",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": list(range(20_000))}}}},
+            400,
+            "response_format",
+            "at most 20,000",
+        ),
         ({"tool_choice": "required"}, 400, "tool_choice", "no tools"),
         ({"tools": [CLOCK], "tool_choice": "maybe"}, 400, "tool_choice", "must be none"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "z"}}}, 400, "tool_choice", "'z'"),
@@ -330,6 +342,15 @@ def test_bad_requests_name_what_is_wrong(server, change, status, param, says):
     assert error["code"]
 
 
+def test_arguments_are_bounded_like_the_body(server):
+    many = f'{{"a":[{"[]," * 200_000}[]]}}'
+    calls = [{"id": "c", "type": "function", "function": {"name": "clock", "arguments": many}}]
+    messages = [*BASE["messages"], {"role": "assistant", "tool_calls": calls}, *BASE["messages"]]
+    reply = httpx.post(f"{server}/v1/chat/completions", json={**BASE, "messages": messages, "tools": [CLOCK]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (413, "body_too_large", "messages")
+
+
 def test_fields_that_change_nothing_pass(server):
     extra = {"n": 1, "user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "seed": None}
     assert httpx.post(f"{server}/v1/chat/completions", json=BASE | extra).status_code == 200
@@ -343,7 +364,9 @@ def test_fields_that_change_nothing_pass(server):
         (b"\xff{}", 400, "invalid_json"),
         (b'{"model": "tiny", "model": "x"}', 400, "invalid_json"),
         (b'{"temperature": NaN}', 400, "invalid_json"),
-        (b"[" * 100_000, 400, "invalid_json"),
+        (b"[" * 99_000, 400, "invalid_json"),
+        # some seconds to read, if it were
+        (b"[" + b"[]," * 1_000_000 + b"[]]", 413, "body_too_large"),
         (b"[]", 400, "invalid_type"),
         (b"null", 400, "invalid_type"),
     ],
