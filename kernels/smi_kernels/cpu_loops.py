@@ -53,7 +53,9 @@ from smi_kernels.vectors import (
 WINDOW = 32
 VECTOR = 4 * LANES  # bytes
 BLOCK = 2 * LANES  # values that the forward sweep handles side by side
-ROWS = 32  # values that the backward sweep handles one after the other
+# values that the backward sweep handles one after the other: the states of a window then fit into the second-level
+# cache twice, for the two threads of a core
+ROWS = 16
 
 # columns of the tables that a loop is handed, see `cpu.py`
 ADDRESS, BATCH_STRIDE, TIME_STRIDE, HEAD_STRIDE, KIND = range(5)
