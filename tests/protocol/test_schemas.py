@@ -129,7 +129,8 @@ def test_what_no_linear_engine_checks_is_refused_at_declaration(parameters, plac
         {"dependencies": {"a": 3}},
         {"contains": {"unevaluatedItems": {"description": 4}}},
         {"$id": "a#b"},
-        {"$dynamicRef": 3, "$recursiveRef": 3},
+        {"$dynamicRef": 3},
+        {"$recursiveRef": 3},
     ],
 )
 def test_the_rules_in_one_piece_are_those_of_the_library(dialect, parameters):
