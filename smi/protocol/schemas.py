@@ -112,8 +112,10 @@ def _rules(kind: Any) -> Any:
     """The validator of a dialect's schemas; without formats, of which it would check patterns alone, as Python's."""
     from jsonschema_specifications import REGISTRY
 
-    whole = kind.META_SCHEMA
-    parts = [REGISTRY.resolver(whole["$id"]).lookup(part["$ref"]).contents for part in whole.get("allOf", ())]
+    whole: Any = kind.META_SCHEMA
+    parts: list[Any] = [
+        REGISTRY.resolver(whole["$id"]).lookup(part["$ref"]).contents for part in whole.get("allOf", ())
+    ]
     if not parts:
         return kind(whole)
     # since 2019 the rules are spread over vocabularies that refer to each other by name; in one piece they say the
@@ -123,7 +125,8 @@ def _rules(kind: Any) -> Any:
         "properties": {name: rule for part in (*parts, whole) for name, rule in part["properties"].items()},
         "$defs": {name: rule for part in parts for name, rule in part.get("$defs", {}).items()},
     }
-    text = dumps(flat).replace('"$dynamicRef":"#meta"', '"$ref":"#"').replace('"$recursiveRef":"#"', '"$ref":"#"')
+    text = re.sub(r'"\$ref":"meta/[a-z-]+#', '"$ref":"#', dumps(flat))
+    text = text.replace('"$dynamicRef":"#meta"', '"$ref":"#"').replace('"$recursiveRef":"#"', '"$ref":"#"')
     return kind(loads(text))
 
 

@@ -2,6 +2,7 @@
 
 import signal
 
+import jsonschema
 import pytest
 
 from smi.protocol import schemas
@@ -102,6 +103,46 @@ def test_what_no_linear_engine_checks_is_refused_at_declaration(parameters, plac
     assert (caught.value.reason, caught.value.where) == ("schema", "tools.f.parameters")
     assert place in caught.value.message
     assert says in caught.value.message
+
+
+@pytest.mark.parametrize("dialect", [jsonschema.Draft201909Validator, jsonschema.Draft202012Validator])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"type": "object", "properties": {"a": {"type": ["string", "null"]}, "b": True}, "required": ["a"]},
+        {
+            "$defs": {"a": {"minLength": 2}},
+            "properties": {"a": {"$ref": "#/$defs/a"}},
+            "dependentRequired": {"a": ["b"]},
+        },
+        {"properties": {"a": {"anyOf": [{"const": 1}, {"not": {"enum": [2]}}]}}, "$comment": "x", "title": "y"},
+        {"type": "objekt"},
+        {"properties": {"a": {"items": {"type": 3}}}},
+        {"properties": {"a": {"minLength": -1}}},
+        {"properties": {"a": 3}},
+        {"required": ["a", "a"]},
+        {"allOf": []},
+        {"if": {"then": {"multipleOf": 0}}},
+        {"$defs": {"a": {"additionalProperties": "no"}}},
+        {"$anchor": "1"},
+        {"dependencies": {"a": 3}},
+        {"contains": {"unevaluatedItems": {"description": 4}}},
+        {"$id": "a#b"},
+        {"$dynamicRef": 3},
+        {"$recursiveRef": 3},
+    ],
+)
+def test_the_rules_in_one_piece_are_those_of_the_library(dialect, parameters):
+    parameters = {"$schema": dialect.META_SCHEMA["$schema"], **parameters}
+    try:
+        dialect.check_schema(parameters)
+        expected = None
+    except jsonschema.SchemaError as error:
+        expected = error.json_path.removeprefix("$").lstrip(".")
+    found = schemas.schema_problem(parameters)
+    assert (found is None) == (expected is None)
+    assert expected is None or expected in found
 
 
 def test_patterns_are_bounded_over_all_declarations():

@@ -83,7 +83,7 @@ DEEP = '{"deep":' + "[" * 80 + "]" * 80 + "}"
         (call(arguments='{"x":NaN}'), "malformed", "arguments.x"),
         (call(arguments='{"deep":[0,-Infinity]}'), "malformed", "arguments.deep[1]"),
         (call(arguments='{"x":1e999}'), "malformed", "arguments.x"),
-        (call(arguments=DEEP), "malformed", ""),
+        (call(arguments=DEEP), "malformed", "arguments.deep" + "[0]" * 62),
         (call(arguments='"{}"'), "malformed", "arguments"),
         (call(type="function"), "malformed", "type"),
         (act('{"id":"a1","type":"tool","name":"echo","arguments":{},"more":1}'), "malformed", "more"),
