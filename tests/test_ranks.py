@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,54 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("send", "sent", "code"),
+    [(os.kill, signal.SIGTERM, 143), (os.killpg, signal.SIGTERM, 143), (os.killpg, signal.SIGINT, 130)],
+    ids=["sigterm", "sigterm_to_all", "ctrl_c"],
+)
+def test_two_processes_that_are_stopped_save_once_and_go_on(tmp_path: Path, send: Any, sent: int, code: int) -> None:
+    """A scheduler tells the first process or all of them, a terminal all; nothing is left running."""
+    arguments = [
+        *TINY,
+        "hardware=cpu_ddp2",
+        "paths.run_dir=run",
+        "trainer.log_every=1",
+        "trainer.checkpoint_every=9999",
+    ]
+    process = begin(*arguments, "trainer.max_steps=9999", "trainer.val_every=9999", cwd=tmp_path)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "run" / "history.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send(process.pid, sent)
+    output = process.communicate(timeout=40)[0]
+    assert process.returncode == code, output
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert output.count(f"resume=auto goes on from {saved.name}") == 1
+    assert "Traceback" not in output
+    step = int(saved.stem.removeprefix("step-"))
+    output = smi(*arguments, f"trainer.max_steps={step + 2}", "resume=auto", cwd=tmp_path)
+    assert output.count(f"going on from {saved}") == 1
+    assert [row["step"] for row in losses(tmp_path / "run") if "train/loss" in row] == list(range(1, step + 3))
+
+
+def begin(*arguments: str, cwd: Path) -> subprocess.Popen:
+    """A run in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "smi.train", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.full
 def test_two_ranks_that_are_killed_come_to_what_two_come_to_that_are_not(tmp_path: Path) -> None:
     """By the command line: five kills in sixty steps, weights, optimizer, rates and logged losses to the last bit."""
     arguments = [*TINY, "hardware=cpu_ddp2", "trainer.max_steps=60", "trainer.keep_checkpoints=1", "callbacks=none"]
@@ -171,15 +220,7 @@ def test_two_ranks_that_are_killed_come_to_what_two_come_to_that_are_not(tmp_pat
     saved = tmp_path / "killed" / "checkpoints"
     rng = random.Random(0)
     for step in sorted(rng.sample(range(1, 55), 5)):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "smi.train", *arguments, "paths.run_dir=killed", "resume=auto"],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        process = begin(*arguments, "paths.run_dir=killed", "resume=auto", cwd=tmp_path)
         deadline = time.monotonic() + 300
         while not any(int(file.stem.removeprefix("step-")) >= step for file in saved.glob("step-*.ckpt")):
             assert process.poll() is None, process.communicate()[0]
