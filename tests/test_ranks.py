@@ -15,6 +15,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from killed_run import assert_identical
+from small_run import undrawn
 
 from smi.composing import config_dir, judge, register
 from smi.train import train
@@ -28,6 +29,7 @@ TINY = [
     "model.head_dim=32",
     "optim.warmup_steps=2",
     "logger=none",
+    "callbacks=none",
     "trainer.max_steps=3",
     "trainer.batch_size=4",
     "trainer.val_every=3",
@@ -86,7 +88,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process learns."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     register()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+    with initialize_config_dir(str(config_dir()), version_base="1.3"), undrawn():
         train(judge(compose("train", overrides=[*TINY, f"paths.run_dir={run_dir}"])))
     return run_dir
 
@@ -134,7 +136,7 @@ class TestSweepOfSeveralProcesses:
         ranked = json.loads((folder / "sweep.json").read_text())["jobs"]
         assert [job["status"] for job in ranked] == ["ok", "ok", "failed"]
 
-    @pytest.mark.parametrize(("job", "strategy"), [(FSDP, "ddp"), (None, "fsdp")])
+    @pytest.mark.parametrize(("job", "strategy"), [(FSDP, "ddp"), pytest.param(None, "fsdp", marks=pytest.mark.full)])
     def test_they_go_on_from_a_checkpoint_of_other_hardware(self, alone, sweep, tmp_path, job, strategy):
         begun = alone if job is None else sweep[0] / job
         later = shutil.ignore_patterns("step-[23].ckpt", "export", "figures.json")
@@ -145,6 +147,7 @@ class TestSweepOfSeveralProcesses:
         assert furthest(tmp_path / "run", alone) < 1e-6
 
 
+@pytest.mark.full
 def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
     """It is told once, and nothing is left running."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -215,7 +218,7 @@ def begin(*arguments: str, cwd: Path) -> subprocess.Popen:
 @pytest.mark.full
 def test_two_ranks_that_are_killed_come_to_what_two_come_to_that_are_not(tmp_path: Path) -> None:
     """By the command line: five kills in sixty steps, weights, optimizer, rates and logged losses to the last bit."""
-    arguments = [*TINY, "hardware=cpu_ddp2", "trainer.max_steps=60", "trainer.keep_checkpoints=1", "callbacks=none"]
+    arguments = [*TINY, "hardware=cpu_ddp2", "trainer.max_steps=60", "trainer.keep_checkpoints=1"]
     smi(*arguments, "paths.run_dir=whole", cwd=tmp_path)
     saved = tmp_path / "killed" / "checkpoints"
     rng = random.Random(0)

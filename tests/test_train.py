@@ -309,7 +309,8 @@ class TestResume:
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
-    run("-m", *QUICK, "seed=1,2", "trainer.max_steps=2", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    quick = ["trainer.max_steps=1", "data.held_out_tasks=0", "callbacks=none"]
+    run("-m", *QUICK, *quick, "seed=1,2", "hydra.sweep.dir=sweep", cwd=tmp_path)
     exports = sorted(file.parent.parent.name for file in tmp_path.glob("sweep/*/export/config.yaml"))
     assert exports == ["0", "1"]
     assert losses(tmp_path / "sweep" / "0") != losses(tmp_path / "sweep" / "1")

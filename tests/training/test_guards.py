@@ -161,7 +161,9 @@ def test_a_model_of_transformers_names_its_layers_and_documents(make, layer, fir
         )
     )
     message = stopped(broken, [batch])
-    assert re.match(rf"the gradient's norm of step 1 is (nan|inf): last in the gradient of {re.escape(layer)}\.", message)
+    assert re.match(
+        rf"the gradient's norm of step 1 is (nan|inf): last in the gradient of {re.escape(layer)}\.", message
+    )
 
 
 def test_a_loss_that_overflows_behind_finite_layers(batches):
