@@ -11,17 +11,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gradients
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from killed_run import assert_identical
 from small_run import undrawn
+from two_ranks import run_on_two_ranks
 
 from smi.composing import config_dir, judge, register
 from smi.train import train
 from smi.training.checkpoint import read_checkpoint
 
-SCRIPT = Path(__file__).parent / "gradients.py"
 TINY = [
     "+recipe=quickstart",
     "model.hidden_size=64",
@@ -44,10 +45,10 @@ TINY = [
 ]
 
 
-def smi(*arguments: str, cwd: Path, code: int = 0, module: tuple[str, ...] = ("-m", "smi.train"), **more: str) -> str:
+def smi(*arguments: str, cwd: Path, code: int = 0, **more: str) -> str:
     """The output of a command line."""
     process = subprocess.run(
-        [sys.executable, *module, *arguments],
+        [sys.executable, "-m", "smi.train", *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -72,9 +73,7 @@ def furthest(run_dir: Path, other: Path) -> float:
 
 def test_the_gradient_is_the_same_however_documents_are_split(tmp_path: Path) -> None:
     """Into packs, micro-batches and ranks, under DDP and FSDP; in float32."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT))
-    paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
-    smi(str(tmp_path / "found"), cwd=tmp_path, module=launch, PYTHONPATH=os.pathsep.join(paths))
+    run_on_two_ranks(gradients.main, tmp_path / "found")
     found = json.loads((tmp_path / "found").read_text())
     assert {way["strategy"] for way in found} == {"DDPStrategy", "ShardedStrategy"}
     assert len({str(way["batches"]) for way in found}) > 5
