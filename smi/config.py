@@ -166,7 +166,8 @@ class HardwareConfig:
     command, on one node), torchrun or slurm. `max_micro_batch`: packs that a device takes at a time, at most; the
     largest number that divides its share of `trainer.batch_size` evenly is taken, see `smi.hardware.split_batch`.
     `activation_checkpointing`: blocks keep their inputs alone and are computed again for backward. `workers`: threads
-    that read a prepared mixture ahead. `memory_gib`: a device's memory in GiB, to hold the estimate against.
+    that read a prepared mixture ahead; `compile_workers`: processes that compile rows that are not prepared, with 0
+    a thread beside the training does so. `memory_gib`: a device's memory in GiB, to hold the estimate against.
     `threads`: torch's on the CPU; null leaves them alone. `peak_tflops`: what a device could do
     at best in this precision, for the utilisation that is logged; null takes a known device's.
     """
@@ -180,6 +181,7 @@ class HardwareConfig:
     max_micro_batch: int = 1
     activation_checkpointing: bool = False
     workers: int = 2
+    compile_workers: int = 0
     memory_gib: float | None = None
     threads: int | None = None
     peak_tflops: float | None = None
@@ -378,6 +380,7 @@ LEAST: dict[str, float] = {
     "hardware.nodes": 1,
     "hardware.max_micro_batch": 1,
     "hardware.workers": 0,
+    "hardware.compile_workers": 0,
     "hardware.memory_gib": 1,
     "hardware.threads": 1,
     "hardware.peak_tflops": 0.001,

@@ -25,7 +25,7 @@ from smi.data.sources import Location, SourceSpec, find_files, missing_columns, 
 from smi.data.synthetic import SyntheticTools
 from smi.protocol.codec import Example, encode
 from smi.protocol.conversation import Conversation
-from smi.protocol.render import render_html
+from smi.protocol.render import render_html, visible
 from smi.protocol.stream import ProtocolError, Stream, Transmission
 from smi.protocol.tokens import BlockType
 from smi.tokenizer import Tokenizer
@@ -40,28 +40,31 @@ SAMPLES = 6
 
 @dataclass(frozen=True)
 class Report:
-    """What an evaluation found. account: what became of the rows."""
+    """What an evaluation found. max_tokens: of a transmission. account: what became of the rows."""
 
     checkpoint: str
     data: str
+    max_tokens: int
     account: RowAccount
     scores: "ActionScores"
     losses: "dict[BlockType, BlockLoss]"
 
     @property
-    def figures(self) -> list[tuple[str, int, int | None]]:
-        """(what, count, of how many) for people."""
+    def figures(self) -> list[tuple[str, int, int | None, str]]:
+        """(what, count, of how many, of what) for people."""
         s = self.scores
+        written, turns = "actions written", "transmissions"
         return [
-            ("actions expected", s.expected, None),
-            ("actions written", s.generated, None),
-            ("parsed", s.parsed, s.generated),
-            ("declared", s.declared, s.generated),
-            ("valid arguments", s.valid, s.generated),
-            ("exactly right", s.exact, max(s.expected, s.generated)),
-            ("answers right word for word", s.answers_exact, s.answers),
-            ("unfinished transmissions", s.unfinished, s.transmissions),
-            ("budget violations", s.budget_violations, s.transmissions),
+            ("actions expected", s.expected, None, ""),
+            (written, s.generated, None, ""),
+            ("actions that parse", s.parsed, s.generated, written),
+            ("... and are declared", s.declared, s.generated, written),
+            ("... with valid arguments", s.valid, s.generated, written),
+            ("actions exactly right", s.exact, max(s.expected, s.generated), "expected or written, whichever are more"),
+            ("answers right word for word", s.answers_exact, s.answers, "transmissions that should only answer"),
+            ("unfinished transmissions", s.unfinished, s.transmissions, turns),
+            ("transmissions past their THINK budget", s.budget_violations, s.transmissions, turns),
+            ("THINK tokens", s.think_tokens, None, ""),
         ]
 
     @property
@@ -76,6 +79,7 @@ class Report:
         return {
             "checkpoint": self.checkpoint,
             "data": self.data,
+            "max_tokens": self.max_tokens,
             "rows": self.account.rows,
             "accepted": self.account.accepted,
             "rejected": dict(self.account.rejected),
@@ -135,15 +139,16 @@ def show(report: Report, console: Console) -> None:
     table.add_column("")
     for name in ("count", "share"):
         table.add_column(name, justify="right")
-    for name, count, of in report.figures:
-        table.add_row(name, f"{count:,}", _share(count, of))
+    table.add_column("of")
+    for name, count, of, what in report.figures:
+        table.add_row(name, f"{count:,}", _share(count, of), _of(of, what))
     console.print(table)
     table = Table(title="perplexity of the true tokens")
     table.add_column("block")
     for name in ("tokens", "perplexity"):
         table.add_column(name, justify="right")
     for name, loss in report.to_dict()["perplexity"].items():
-        table.add_row(name, f"{loss['tokens']:,}", f"{loss['perplexity']:.4g}")
+        table.add_row(name, f"{loss['tokens']:,}", _readable(loss["perplexity"]))
     console.print(table)
 
 
@@ -151,16 +156,34 @@ def _share(count: int, of: int | None) -> str:
     return "" if of is None else f"{count / of:.1%}" if of else "-"
 
 
+def _of(of: int | None, what: str) -> str:
+    return "" if of is None else f"{of:,} {what}"
+
+
+def _readable(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
 def page(report: Report, played: "list[Played]", tokenizer: Tokenizer) -> str:
     """The report as one HTML page that needs nothing else, with some transmissions as they were written."""
-    figures = "".join(f"<tr><th>{name}<td>{count:,}<td>{_share(count, of)}" for name, count, of in report.figures)
+    figures = "".join(
+        f'<tr><th scope="row">{name}<td>{count:,}<td>{_share(count, of)}<td class="text">{_of(of, what)}'
+        for name, count, of, what in report.figures
+    )
     losses = "".join(
-        f"<tr><th>{name}<td>{loss['tokens']:,}<td>{loss['perplexity']:.4g}"
+        f'<tr><th scope="row">{name}<td>{loss["tokens"]:,}<td>{_readable(loss["perplexity"])}'
         for name, loss in report.to_dict()["perplexity"].items()
     )
+    firsts = {
+        reason: samples[0] for source in report.account.sources.values() for reason, samples in source.samples.items()
+    }
     rejected = "".join(
-        f"<tr><th>{escape(reason)}<td>{count:,}" for reason, count in report.account.rejected.most_common()
+        f'<tr><th scope="row">{escape(reason)}<td>{count:,}<td class="text">{escape(visible(str(firsts[reason])))}'
+        for reason, count in report.account.rejected.most_common()
     )
+    if rejected:
+        head = '<tr><th scope="col">reason<th scope="col">rows<th scope="col" class="text">the first'
+        rejected = f'<h2>Rows rejected</h2><table class="figures">{head}{rejected}</table>'
     title = escape(f"{report.checkpoint} on {report.data}")
     return f"""<!doctype html>
 <html lang="en">
@@ -172,31 +195,42 @@ def page(report: Report, played: "list[Played]", tokenizer: Tokenizer) -> str:
 :root {{ color-scheme: light dark }}
 body {{ max-width: 1000px; margin: 24px auto; padding: 0 16px; font: 14px/1.5 system-ui, sans-serif }}
 table.figures {{ border-collapse: collapse; margin: 8px 0 24px }}
-table.figures th {{ text-align: left; font-weight: 400; padding-right: 32px }}
-table.figures td {{ text-align: right; padding-left: 24px; font-variant-numeric: tabular-nums }}
+table.figures th, table.figures td {{ text-align: right; padding: 0 0 0 24px; vertical-align: top }}
+table.figures td {{ font-variant-numeric: tabular-nums }}
+table.figures th {{ font-weight: 400; opacity: .7 }}
+table.figures th:first-child {{ text-align: left; padding: 0 }}
+table.figures th[scope=row] {{ opacity: 1 }}
+table.figures .text {{ text-align: left; overflow-wrap: anywhere }}
 </style>
-<h2>{title}</h2>
+<h1>{title}</h1>
 <p>{report.account.rows:,} rows, {report.account.accepted:,} conversations,
-{report.scores.transmissions:,} transmissions generated, each after the true ones before it</p>
-<table class="figures">{figures}</table>
-<h3>Perplexity of the true tokens</h3>
-<table class="figures"><tr><th>block<td>tokens<td>perplexity{losses}</table>
-{f'<h3>Rows rejected</h3><table class="figures">{rejected}</table>' if rejected else ""}
-<h3>Samples</h3>
-{"".join(_sample(turn, tokenizer) for turn in played)}
+{report.scores.transmissions:,} transmissions, each generated greedily after the true ones before it,
+with at most {report.max_tokens:,} tokens</p>
+<table class="figures">
+<tr><th scope="col">what<th scope="col">count<th scope="col">share<th scope="col" class="text">of{figures}
+</table>
+<h2>Perplexity of the true tokens</h2>
+<table class="figures"><tr><th scope="col">block<th scope="col">tokens<th scope="col">perplexity{losses}</table>
+{rejected}
+<h2>Samples</h2>
+<p>{len(played):,} of {report.scores.transmissions:,} transmissions: the last one of each is what the model wrote, those
+before it are true. Blocks of the model's side are tinted and count as supervised.</p>
+{"".join(_sample(number, turn, tokenizer) for number, turn in enumerate(played, 1))}
 </html>
 """
 
 
-def _sample(turn: "Played", tokenizer: Tokenizer) -> str:
+def _sample(number: int, turn: "Played", tokenizer: Tokenizer) -> str:
     """A conversation with the model's transmission at its end, and the true one below where it differs."""
     same = turn.reply.transmission.blocks == turn.truth
-    verdict = "as it should be" if same else f"written; it ended by {turn.reply.reason}"
+    verdict = "as expected" if same else "not as expected"
+    if turn.reply.reason != "eot":
+        verdict += ", cut by the limit on its tokens"
     written = Stream((*turn.prompt.transmissions, turn.reply.transmission))
-    html = f"<p><b>{verdict}</b></p>{render_html(encode(written, tokenizer, complete=False), tokenizer)}"
+    html = f"<h3>{number}: {verdict}</h3>{render_html(encode(written, tokenizer, complete=False), tokenizer)}"
     if not same:
         truth = encode(Stream((Transmission(turn.truth),)), tokenizer, complete=False)
-        html += f"<p>expected</p>{render_html(truth, tokenizer)}"
+        html += f"<p>expected:</p>{render_html(truth, tokenizer)}"
     return html
 
 
@@ -238,7 +272,8 @@ def main(argv: list[str] | None = None) -> int:
         start, most, batch = runtime.time_state, arguments.max_tokens, arguments.batch
         played = play(model, tokenizer, conversations, max_tokens=most, batch=batch, time_state=start)
         scores = score(played, tokenizer)
-        report = Report(arguments.checkpoint, arguments.data, account, scores, block_losses(model, examples, start))
+        losses = block_losses(model, examples, start)
+        report = Report(arguments.checkpoint, arguments.data, most, account, scores, losses)
         show(report, console)
         if arguments.json:
             arguments.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")

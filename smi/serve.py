@@ -22,7 +22,11 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     it = argparse.ArgumentParser(
-        prog="python -m smi.serve", description="Serves a checkpoint over HTTP, as OpenAI's chat completions."
+        prog="python -m smi.serve",
+        description="Serves a checkpoint over HTTP, as OpenAI's chat completions.",
+        epilog="What is past a bound is told by its status: 408 for a request that did not arrive in time, 413 for one "
+        "that is too large, 429 where too many wait, 503 where too many connections are open, 504 for an answer that "
+        "took too long. Connections: --sessions, --max-queue and 256 more.",
     )
     it.add_argument("checkpoint", help="a run directory, an export, or a checkpoint in any layout")
     it.add_argument("--tokenizer", help="where it is not beside the model")
@@ -39,6 +43,13 @@ def parser() -> argparse.ArgumentParser:
     it.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="of an answer (1024)")
     it.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds of a request, with waiting (300)"
+    )
+    it.add_argument(
+        "--receive-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds in which the headers of a request must arrive, and again its body (30)",
     )
     it.add_argument("--grace", type=int, default=10, metavar="S", help="seconds for requests to end on shutdown (10)")
     return it
@@ -71,7 +82,8 @@ def is_local(host: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        for name, least in (("sessions", 1), ("max_queue", 0), ("max_body", 1), ("max_tokens", 1), ("timeout", 0)):
+        counts = (("sessions", 1), ("max_queue", 0), ("max_body", 1), ("max_tokens", 1))
+        for name, least in (*counts, ("timeout", 0), ("receive_timeout", 0)):
             if getattr(arguments, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be {least} or more")
         tokens = read_tokens(arguments.token_env, arguments.token_file)
@@ -82,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         import uvicorn
 
+        from smi.runtime.connections import bounded_connections
         from smi.runtime.loading import load_runtime
         from smi.runtime.server import Settings, create_app
 
@@ -94,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             max_body=arguments.max_body,
             max_tokens=arguments.max_tokens,
             timeout=arguments.timeout,
+            receive=arguments.receive_timeout,
         )
         app = create_app(runtime, settings)
     except ImportError as error:
@@ -110,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         timeout_graceful_shutdown=arguments.grace,
         # connections, idle ones too; requests are bounded inside, with an answer that says so
         limit_concurrency=arguments.sessions + arguments.max_queue + 256,
+        http=bounded_connections(arguments.receive_timeout),
+        ws="none",
         server_header=False,
     )
     # bound here, so that port 0 can be told

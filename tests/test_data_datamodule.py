@@ -133,7 +133,7 @@ def test_documents_and_tokens_add_up(rows: SourceSpec) -> None:
     while data.account.epochs < 2:
         packs.append(next(stream))
     packs.pop()
-    batches = [data.batch(pack) for pack in packs]
+    batches = [data._raw.batch(pack) for pack in packs]
     assert sum(batch.documents for batch in batches) == 120
     account = data.account.sources["rows"]
     first = [document for pack in packs for document in pack]
@@ -149,7 +149,7 @@ def test_ranks_share_the_stream_without_overlap(rows: SourceSpec) -> None:
         for rank in range(world_size):
             data = module(rows, steps=12 // world_size)
             packs = itertools.islice(data.packs(), rank, 12, world_size)
-            shares.append([mark(data.batch(pack)) for pack in packs])
+            shares.append([mark(data._raw.batch(pack)) for pack in packs])
         assert [share[i] for i in range(12 // world_size) for share in shares] == whole
 
 

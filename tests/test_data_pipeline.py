@@ -10,12 +10,12 @@ import pytest
 from mirror import EXPECTED, HUB, REASONS, SOURCES
 
 from smi.data.adapters import adapter_for
+from smi.data.epochs import epoch_documents
 from smi.data.pipeline import (
     Compiler,
     Document,
     RowAccount,
     check_sources,
-    epoch_documents,
     fingerprint,
     share_of,
 )
@@ -190,7 +190,7 @@ def test_a_source_that_runs_dry_is_a_stated_shortfall_and_the_others_go_on(compi
 def test_an_endless_source_that_repeats_itself_ends_the_epoch(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smi.data.pipeline.DRY_AFTER", 50)
+    monkeypatch.setattr("smi.data.epochs.DRY_AFTER", 50)
 
     class Parrot:
         name = "parrot"
@@ -232,6 +232,9 @@ def test_text_that_a_tokenizer_refuses_is_one_rejection() -> None:
             return [self.encode(text) for text in texts]
 
         def decode(self, ids: Sequence[int]) -> str:
+            raise NotImplementedError
+
+        def token_bytes(self, id: int) -> bytes | None:
             raise NotImplementedError
 
     result = Compiler(Picky(), 100)(talk("A"), Location("s", "f", None, 3))

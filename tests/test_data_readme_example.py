@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from smi import preview
 from smi.composing import config_dir, judge, register
 from smi.config import source_options
-from smi.data.pipeline import raw_rows
+from smi.data.epochs import raw_rows
 from smi.data.sources import SourceSpec
 from smi.protocol.stream import ProtocolError
 

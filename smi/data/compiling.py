@@ -18,12 +18,11 @@ from smi.data.dedupe import NearDuplicates, fingerprint, fingerprint_key
 from smi.data.shards import SCHEMA, ids_column, runs
 from smi.data.sources import Block, Row, SourceSpec, find_files, list_blocks, missing_columns, read_block
 from smi.data.workers import Attempt, Mark
-from smi.protocol.codec import Example, encode_many
+from smi.protocol.codec import Example, PlainTokenizer, encode_many
 from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.json_text import dumps
 from smi.protocol.stream import ProtocolError, Stream
 from smi.protocol.transcript import from_stream
-from smi.tokenizer import Tokenizer
 
 CHUNK_ROWS = 128
 # of the digest that duplicates have in common: 128 bits, one false duplicate in 10^19 rows
@@ -59,7 +58,7 @@ class Stretch:
         return f"{self.source}: {self.block.path}, block at {self.block.start}"
 
 
-def stretches(source: SourceSpec, root: str | Path, seed: int, part: tuple[int, int] = (0, 1)) -> list[Stretch]:
+def stretches(source: SourceSpec, root: str | Path, seed: int | str, part: tuple[int, int] = (0, 1)) -> list[Stretch]:
     """The stretches of a source, its blocks in the order that the seed gives.
 
     Args:
@@ -99,14 +98,16 @@ class RowCompiler:
         max_length: tokens of a document; a longer one is rejected, never cut.
         dedupe: how duplicates are told: exact, normalised, or near (see `smi.data.dedupe`).
         held_out: text that no row may repeat; None asks nothing.
+        canonical: whether chunks hold the conversations as well; null where not, like what duplicates are told by.
     """
 
     sources: Mapping[str, SourceSpec]
     root: str | Path
-    tokenizer: Tokenizer
+    tokenizer: PlainTokenizer
     max_length: int
     dedupe: str = "exact"
     held_out: HeldOut | None = None
+    canonical: bool = True
     schema: pa.Schema = field(default=CHUNK_SCHEMA, init=False)
     _open: tuple[str, Block, int, Iterator[Row]] | None = field(default=None, init=False)
 
@@ -208,26 +209,33 @@ class RowCompiler:
         return (mark if self.dedupe == "exact" else fingerprint_key(stream, self.dedupe))[:DIGEST_BYTES]
 
     def _columns(self, examples: list[Example], streams: list[Stream]) -> dict[str, pa.Array]:
-        talks = [from_stream(stream, check=False) for stream in streams]
         marks = [fingerprint(stream) for stream in streams]
         columns = {
-            "key": [self._key(stream, mark) for stream, mark in zip(streams, marks, strict=True)],
             "input_ids": ids_column(examples),
             "blocks": runs(examples, self._starts),
             "tokens": [example.input_ids.size for example in examples],
             # nothing comes before the first token, so it is never predicted
             "supervised_tokens": [int(np.count_nonzero(example.loss_mask[1:])) for example in examples],
             "fingerprint": marks,
-            "messages_json": [dumps(talk.messages) for talk in talks],
-            "tools_json": [_json(talk.tools) for talk in talks],
-            "smi_ctrl": [_json(talk.ctrl) for talk in talks],
-            "smi_caps": [_json(talk.caps) for talk in talks],
         }
+        columns |= self._canonical(streams, marks) if self.canonical else dict.fromkeys(_CANONICAL, [None] * len(marks))
         return {
             name: column if isinstance(column, pa.Array) else pa.array(column, CHUNK_SCHEMA.field(name).type)
             for name, column in columns.items()
         }
 
+    def _canonical(self, streams: list[Stream], marks: list[bytes]) -> dict[str, list[Any]]:
+        talks = [from_stream(stream, check=False) for stream in streams]
+        return {
+            "key": [self._key(stream, mark) for stream, mark in zip(streams, marks, strict=True)],
+            "messages_json": [dumps(talk.messages) for talk in talks],
+            "tools_json": [_json(talk.tools) for talk in talks],
+            "smi_ctrl": [_json(talk.ctrl) for talk in talks],
+            "smi_caps": [_json(talk.caps) for talk in talks],
+        }
+
+
+_CANONICAL = ("key", "messages_json", "tools_json", "smi_ctrl", "smi_caps")
 
 _FAILED = {
     "time_out": ProtocolError("time_out", "", "the row took longer than prepare.row_timeout"),

@@ -16,22 +16,19 @@ import hashlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from smi.data.batch import Origin, PackedBatch, pack
+from smi.data.batch import PackedBatch
 from smi.data.describe import Description, Facts
 from smi.data.loader import Clock, FixedBatches, Prefetch, TrainLoader
 from smi.data.mixing import OnEpoch, PreparedTraining
 from smi.data.order import Corpus, Place, Shuffle
-from smi.data.packing import pack_windows
 from smi.data.pipeline import (
     AnySource,
     Compiler,
@@ -39,21 +36,17 @@ from smi.data.pipeline import (
     DocumentSource,
     RowAccount,
     check_sources,
-    epoch_documents,
-    share_of,
 )
 from smi.data.prepared import PreparedSource
+from smi.data.raw import RawTraining
 from smi.data.shards import identities
-from smi.data.sources import Location, SourceSpec, find_files
+from smi.data.sources import SourceSpec, find_files
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.payloads import dumps
 from smi.protocol.render import Preview
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# how far to look for held-out documents before saying that there are too few
-VALIDATION_ROWS = 200_000
 
 
 class SMIDataModule(LightningDataModule):
@@ -81,6 +74,9 @@ class SMIDataModule(LightningDataModule):
         start: micro-batches at the head of the stream to leave out, per rank; for a run that goes on from the
             weights of another one alone.
         workers: threads that read ahead, where all of `train` is prepared; the order does not depend on them.
+        compile_workers: processes that compile the rows of files, where it is not; with 0 the thread that runs ahead
+            does so itself. The order does not depend on them. A script that starts some needs its
+            `if __name__ == "__main__"`.
         on_change: what a checkpoint of another seed, window, pack length or number of packs a step meets.
             "refuse" names what differs; "continue" goes on with exactly the documents that its epoch has left.
 
@@ -108,6 +104,7 @@ class SMIDataModule(LightningDataModule):
         micro_batch: int = 1,
         start: int = 0,
         workers: int = 2,
+        compile_workers: int = 0,
         on_change: str = "refuse",
     ) -> None:
         super().__init__()
@@ -122,6 +119,7 @@ class SMIDataModule(LightningDataModule):
             ("val_batches", val_batches, 1),
             ("start", start, 0),
             ("workers", workers, 0),
+            ("compile_workers", compile_workers, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -154,12 +152,16 @@ class SMIDataModule(LightningDataModule):
         self.micro_batch = micro_batch
         self.start = start
         self.workers = workers
+        self.compile_workers = compile_workers
         self.on_change = on_change
         self.account = RowAccount()
         """What became of the training rows since the stream was last begun, prefetched batches included."""
         self.val_account = RowAccount()
         self._piece = max_length if over_long == "split" else None
-        self._compiler = Compiler(tokenizer, max_length if self._piece is None else sys.maxsize)
+        compiler = Compiler(tokenizer, max_length if self._piece is None else sys.maxsize)
+        self._raw = RawTraining(
+            self.train_sources, self.val_sources, val_fraction, val_batches, root, compiler, self.shuffle, self._piece
+        )
         self._contents: dict[str, list[Any]] = {}
         self._validation: tuple[list[PackedBatch], frozenset[bytes]] | None = None
         self._mixture: PreparedTraining | None = None
@@ -293,12 +295,14 @@ class SMIDataModule(LightningDataModule):
             packs = mixture.batches(place, rank, world_size, account, on_epoch)
         else:
             on_epoch(0, 0)
-            chosen = itertools.islice(self.packs(), place.packs + rank, None, world_size)
-            packs = (self.batch(members) for members in chosen)
+            chosen = itertools.islice(self.packs(self.compile_workers), place.packs + rank, None, world_size)
+            packs = (self._raw.batch(members) for members in chosen)
         return (PackedBatch.join(some) for some in _groups(packs, self.micro_batch))
 
-    def packs(self) -> Iterator[list[Document]]:
+    def packs(self, compile_workers: int = 0) -> Iterator[list[Document]]:
         """The documents of each pack of the training stream, from its beginning and without end.
+
+        compile_workers: as for the module.
 
         Begins a new `account`. Raises ValueError with the account where an epoch holds no document.
         """
@@ -307,50 +311,9 @@ class SMIDataModule(LightningDataModule):
             self.account = account = RowAccount()
             return mixture.packs(account)
         held_out = self._validate()[1]
-        files = _by_content(self.train_sources)
-
-        def refuse(source: str, mark: bytes) -> str | None:
-            # rows of validation files of their own are no part of the training data: see _checked
-            out = self.val_sources is None and mark in held_out
-            out = out or (source in files and share_of(mark) < self.val_fraction)
-            return "held_out" if out else None
-
         # the latest stream is the one reported
         self.account = account = RowAccount()
-        return self._epochs(account, refuse)
-
-    def _epochs(self, account: RowAccount, refuse: Callable[[str, bytes], str | None]) -> Iterator[list[Document]]:
-        for epoch in itertools.count():
-            order = f"{self.seed}/{epoch}"
-            documents = epoch_documents(
-                self.train_sources,
-                self._compiler,
-                account,
-                root=self.root,
-                order=order,
-                epoch=epoch,
-                refuse=refuse,
-            )
-            pack_count = 0
-            for members in pack_windows(
-                ((document, document.tokens) for document in self._checked(documents, account)),
-                window=self.window,
-                capacity=self.pack_length,
-                rng=Random(f"{order}/packs"),
-            ):
-                pack_count += 1
-                yield members
-            if not pack_count:
-                raise ValueError(f"no training row was accepted, so there is nothing to train on\n{account}")
-
-    def _checked(self, documents: Iterator[Document], account: RowAccount) -> Iterator[Document]:
-        held_out = self._validate()[1]
-        for document in documents:
-            if document.fingerprint in held_out:
-                raise ValueError(f"{document.where} is among the validation rows as well: take it out of one of them")
-            if document.tokens > self.pack_length:
-                account.sources[document.where.source].in_pieces += 1
-            yield document
+        return self._raw.packs(account, held_out, compile_workers)
 
     def _prepared(self) -> PreparedTraining:
         """The mixture, without what is held out. Made once."""
@@ -372,61 +335,12 @@ class SMIDataModule(LightningDataModule):
         return self._validation
 
     def _make_validation(self) -> tuple[list[PackedBatch], frozenset[bytes]]:
-        sources = self.val_sources
-        if sources is None:
-            if not self.val_fraction:
-                return [], frozenset()
-            sources = self.train_sources
-        if self.val_sources is None and self.prepared:
-            self.val_account = RowAccount()
-            return self._prepared().validation(self.val_batches, self.val_account), frozenset()
-        share = 1.0 if self.val_sources is not None else self.val_fraction
-        files = _by_content(sources)
+        if self.val_sources is None and not self.val_fraction:
+            return [], frozenset()
         self.val_account = account = RowAccount()
-        documents: list[Document] = []
-        room = self.val_batches * self.pack_length
-        for document in epoch_documents(
-            sources,
-            self._compiler,
-            account,
-            root=self.root,
-            # one order for every seed, so that runs can be compared
-            order="validation",
-            held_out=True,
-            limit=VALIDATION_ROWS,
-            refuse=lambda source, mark: "not_held_out" if source in files and share_of(mark) >= share else None,
-        ):
-            room -= document.tokens
-            documents.append(document)
-            if room <= 0:
-                break
-        if not documents:
-            if self.val_sources is None and not account.rejected["not_held_out"]:
-                raise ValueError(f"no training row was accepted, so there is nothing to train on\n{account}")
-            hint = "" if self.val_sources else f"; raise val_fraction ({self.val_fraction}) or set it to 0"
-            raise ValueError(f"no validation row among {account.rows:,}{hint}\n{account}")
-        packs = pack_windows(
-            ((document, document.tokens) for document in documents),
-            window=len(documents) + 1,
-            capacity=self.pack_length,
-            rng=Random("validation"),
-        )
-        chosen = list(itertools.islice(packs, self.val_batches))
-        marks = frozenset(document.fingerprint for members in chosen for document in members)
-        return [self.batch(members) for members in chosen], marks
-
-    def batch(self, members: list[Document]) -> PackedBatch:
-        examples = [document.example for document in members]
-        return pack(examples, capacity=self.pack_length, piece=self._piece, origin=self._origin(members))
-
-    def _origin(self, members: list[Document]) -> Origin:
-        # held-out documents may be from sources of their own
-        sources = [*self.train_sources, *(self.val_sources or ())]
-        names = tuple(dict.fromkeys(source.name for source in sources))
-        targets = np.zeros(len(names), np.int64)
-        for document in members:
-            targets[names.index(document.where.source)] += document.targets
-        return Origin(names, targets, partial(_place, [document.where for document in members]))
+        if self.val_sources is None and self.prepared:
+            return self._prepared().validation(self.val_batches, account), frozenset()
+        return self._raw.validation(account)
 
     def settings(self, world_size: int) -> dict[str, Any]:
         """What the order of batches depends on, as plain values."""
@@ -473,17 +387,8 @@ class SMIDataModule(LightningDataModule):
         return trainer if trainer.state.status == TrainerStatus.RUNNING else None
 
 
-def _place(places: list[Location], document: int) -> str:
-    return str(places[document])
-
-
 def _as_list(sources: AnySource | Sequence[AnySource]) -> list[AnySource]:
     return list(sources) if isinstance(sources, Sequence) else [sources]
-
-
-def _by_content(sources: Sequence[AnySource]) -> set[str]:
-    """The sources whose held-out share is chosen by content; the others hold out rows of their own."""
-    return {source.name for source in sources if isinstance(source, SourceSpec | DocumentSource)}
 
 
 def _groups(packs: Iterator[PackedBatch], size: int) -> Iterator[list[PackedBatch]]:

@@ -8,23 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from smi.data.adapters import adapter_for
 from smi.data.dedupe import fingerprint
-from smi.data.sources import (
-    Location,
-    Source,
-    SourceSpec,
-    find_files,
-    list_blocks,
-    missing_columns,
-    read_block,
-)
+from smi.data.sources import Location, Source, SourceSpec
 from smi.protocol.codec import Example, PlainTokenizer, encode
 from smi.protocol.conversation import Conversation, to_stream
 from smi.protocol.stream import ProtocolError
@@ -33,8 +22,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLES = 3
-# an endless source that repeats itself this often in a row has nothing new to say in this epoch
-DRY_AFTER = 10_000
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -226,29 +213,30 @@ class Compiler:
         Args:
             raw: the conversation, or why its row could not be turned into one, or what it was compiled to before.
             where: the place of the row.
-            refuse: asked with the fingerprint, before the costly part; a text is the reason of the rejection.
+            refuse: asked with the fingerprint; a text is the reason of the rejection.
         """
         try:
             if isinstance(raw, ProtocolError):
                 raise raw
-            stream = raw if isinstance(raw, Document) else to_stream(raw)
-            mark = stream.fingerprint if isinstance(stream, Document) else fingerprint(stream)
-            reason = refuse(mark)
-            if reason:
-                return Rejection(reason, where, _REFUSALS.get(reason, reason))
-            document = stream if isinstance(stream, Document) else Document(encode(stream, self.tokenizer), mark, where)
+            document = raw if isinstance(raw, Document) else self._compile(raw, where)
         except ProtocolError as error:
             detail = f"{error.where}: {error.message}" if error.where else error.message
             return Rejection(error.reason, where, detail)
         except ValueError as error:
             # a tokenizer refuses text that it could not give back exactly
             return Rejection("text", where, str(error))
+        if reason := refuse(document.fingerprint):
+            return Rejection(reason, where, _REFUSALS.get(reason, reason))
         if document.tokens > self.max_length:
             detail = f"{document.tokens:,} tokens; at most {self.max_length:,} fit"
             return Rejection("too_long", where, detail)
         if not document.targets:
             return Rejection("no_target", where, "no supervised tokens: there is nothing to learn from")
         return document
+
+    def _compile(self, talk: Conversation, where: Location) -> Document:
+        stream = to_stream(talk)
+        return Document(encode(stream, self.tokenizer), fingerprint(stream), where)
 
 
 _REFUSALS = {
@@ -260,43 +248,6 @@ _REFUSALS = {
 
 AnySource = Source | DocumentSource
 Raw = tuple[Conversation | Document | ProtocolError, Location]
-
-
-def raw_rows(source: AnySource, root: str | Path, epoch: int, order: str, *, held_out: bool = False) -> Iterator[Raw]:
-    """The rows of one epoch of a source as conversations, in the order that the text `order` seeds.
-
-    Blocks of files come in shuffled order, the rows of a block as they stand. A source that makes its
-    conversations decides itself, by the epoch, and holds out its own.
-
-    Raises:
-        ValueError: no such files, adapter or columns; each named.
-    """
-    if isinstance(source, DocumentSource):
-        return ((document, document.where) for document in source.documents(f"{order}/{source.name}"))
-    if not isinstance(source, SourceSpec):
-        conversations = source.conversations(epoch=epoch, held_out=held_out)
-        return ((talk, Location(source.name, "", None, i)) for i, talk in enumerate(conversations))
-    adapter = adapter_for(source)
-    files = find_files(source, root, held_out=held_out)
-    for file in files:
-        if missing := missing_columns(file, adapter.needs):
-            raise ValueError(
-                f"source {source.name!r}: {file} has no column {missing[0]}, which the adapter "
-                f"{adapter.name!r} needs; it has {', '.join(missing[1])}"
-            )
-    blocks = [block for file in files for block in list_blocks(file)]
-    Random(f"{order}/{source.name}").shuffle(blocks)
-
-    def read() -> Iterator[Raw]:
-        for block in blocks:
-            for row in read_block(block, source.name, root, adapter.columns):
-                try:
-                    talk = row.value if isinstance(row.value, ProtocolError) else adapter.convert(row.value)
-                except ProtocolError as error:
-                    talk = error
-                yield talk, row.where
-
-    return read()
 
 
 def check_sources(sources: Sequence[AnySource]) -> None:
@@ -328,78 +279,3 @@ def quota_of(source: AnySource) -> int | None:
 def weight_of(source: AnySource) -> float | None:
     weight = getattr(source, "weight", None)
     return quota_of(source) if weight is None else weight
-
-
-class _Tap:
-    """One source within one epoch: its rows, and how far it is from its share."""
-
-    def __init__(self, source: AnySource, rows: Iterator[Raw]) -> None:
-        self.name = source.name
-        self.rows = rows
-        # what was prepared holds no duplicates, and may be wanted several times an epoch
-        self.repeats = isinstance(source, DocumentSource)
-        self.weight = weight_of(source) or 1.0
-        self.quota = quota_of(source)
-        self.poured = 0
-        self.refused = 0
-
-
-def epoch_documents(
-    sources: Sequence[AnySource],
-    compiler: Compiler,
-    account: RowAccount,
-    *,
-    root: str | Path = ".",
-    order: str,
-    epoch: int = 0,
-    held_out: bool = False,
-    limit: int | None = None,
-    refuse: Callable[[str, bytes], str | None] = lambda source, fingerprint: None,
-) -> Iterator[Document]:
-    """The accepted documents of one epoch of a mixture; every row read is counted in `account`.
-
-    At each step comes the source that is furthest behind its weight, by supervised tokens. A source ends for
-    the epoch when its rows do, or with the document that reaches its quota; the epoch ends with its last
-    source. Exact duplicates within the epoch are rejected.
-
-    Args:
-        order: seeds the order of blocks.
-        epoch, held_out: for sources that make their conversations.
-        limit: rows to read at most, over all sources.
-        refuse: (source name, fingerprint) -> reason to reject, or None.
-    """
-    seen: set[bytes] = set()
-    account.epochs += 1
-    read = 0
-    taps = [_Tap(s, raw_rows(s, root, epoch, order, held_out=held_out)) for s in sources]
-    for tap in taps:
-        account.sources.setdefault(tap.name, SourceAccount()).quota = tap.quota
-    while taps:
-        tap = min(taps, key=lambda tap: tap.poured / tap.weight)
-
-        def verdict(mark: bytes, tap: _Tap = tap) -> str | None:
-            return "duplicate" if mark in seen and not tap.repeats else refuse(tap.name, mark)
-
-        for talk, where in tap.rows:
-            if read == limit:
-                return
-            read += 1
-            outcome = compiler(talk, where, verdict)
-            account.add(outcome)
-            if isinstance(outcome, Document):
-                seen.add(outcome.fingerprint)
-                tap.poured += outcome.targets
-                tap.refused = 0
-                yield outcome
-                break
-            tap.refused += 1
-            if not where.file and tap.refused >= DRY_AFTER:
-                tap.rows = iter(())
-                break
-        else:
-            taps.remove(tap)
-            account.sources[tap.name].shortfall = max(0, (tap.quota or 0) - tap.poured)
-            continue
-        if tap.quota is not None and tap.poured >= tap.quota:
-            taps.remove(tap)
-            account.sources[tap.name].shortfall = 0

@@ -87,6 +87,7 @@ def build_data(config: Config, tokenizer: Tokenizer) -> SMIDataModule:
         accumulate=split.accumulate,
         micro_batch=split.micro_batch,
         workers=config.hardware.workers,
+        compile_workers=config.hardware.compile_workers,
         on_change=data.on_change,
     )
 

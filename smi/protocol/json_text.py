@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from smi.protocol.stream import ProtocolError, check_text
@@ -84,7 +85,7 @@ def check_json(value: object, where: str, depth: int = 0) -> None:
             raise ProtocolError("number", where, f"{value} is not a JSON number; only finite numbers are allowed")
     elif isinstance(value, dict | list):
         if depth >= MAX_NESTING:
-            raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels")
+            raise ProtocolError("nesting", where, f"nested deeper than {MAX_NESTING} levels")
         if isinstance(value, list):
             for index, item in enumerate(value):
                 check_json(item, f"{where}[{index}]", depth + 1)
@@ -127,6 +128,38 @@ def _refuse_twice(value: object, where: str) -> None:
                 raise ProtocolError("duplicate_key", place, f"the key {key!r} stands twice in one JSON object")
             seen.add(key)
             _refuse_twice(item, place)
+
+
+# a string that is not closed reaches to the end
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_MARK = re.compile(_STRING.pattern + r"|[\[\]{},:]", re.DOTALL)
+
+
+def _too_deep(text: str) -> str:
+    """The path of the first value that is nested too deep in a text that the reader gave up on."""
+    path: list[int | str] = []
+    last = ""
+    for found in _MARK.finditer(text):
+        mark = found[0]
+        if mark in "[{":
+            if len(path) == MAX_NESTING:
+                break
+            path.append(0 if mark == "[" else "")
+        elif mark in "]}":
+            del path[-1:]
+        elif mark == ":" and path:
+            path[-1] = last
+        elif mark == "," and path and isinstance(path[-1], int):
+            path[-1] += 1
+        else:
+            last = mark.strip('"')
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def count_values(text: str) -> int:
+    """How many values a JSON text holds, about: without reading it, which takes longest where there are many."""
+    bare = _STRING.sub("", text)
+    return 1 + sum(bare.count(mark) for mark in ",[{")
 
 
 def _constant(name: str) -> Any:
@@ -174,7 +207,7 @@ def loads(text: str) -> Any:
     """Read JSON strictly: what Python's reader lets through or trips over is decided here.
 
     Raises ProtocolError "json" (syntax), "duplicate_key", "number" (NaN, infinities, integers past the range
-    of a double), "text" (lone surrogates) or "nesting" (more than 64 levels).
+    of a double), "text" (lone surrogates) or "nesting" (more than 64 levels), with the path.
     """
     check_text(text, "")
     try:
@@ -193,7 +226,7 @@ def loads(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise ProtocolError("json", "", f"not valid JSON: {error}") from None
     except RecursionError:
-        raise ProtocolError("nesting", "", f"nested deeper than {MAX_NESTING} levels") from None
+        raise ProtocolError("nesting", _too_deep(text), f"nested deeper than {MAX_NESTING} levels") from None
     # what is left to judge is rare, and its marks are in the text: an escape can spell a surrogate, and what is
     # nested deep has many brackets
     if "\\ud" in text or "\\uD" in text or (text.count("[") + text.count("{") > MAX_NESTING and not _is_plain(value)):

@@ -6,13 +6,13 @@ Protocol sections: "Reasoning Control", "Capabilities", "Actions and Observation
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from smi.protocol.json_text import dumps, loads, read
+from smi.protocol.schemas import MOST_PATTERNS, patterns_size, schema_problem, validate_arguments
 from smi.protocol.stream import Payload, ProtocolError
 
 __all__ = [
@@ -112,6 +112,7 @@ def declare(tools: object = None, caps: object = None) -> Capabilities:
                 raise ProtocolError("caps", "caps.tools", "tools are declared twice; give them as tools or in caps")
             tools, where = caps["tools"], "caps.tools"
     declared = [] if tools is None else normalise_tools(tools, where)
+    _check_size(declared)
     texts = [_declared(tool) for tool in declared]
     actions: list[dict[str, Any]] = []
     if "actions" in rest:
@@ -126,6 +127,17 @@ def declare(tools: object = None, caps: object = None) -> Capabilities:
     )
 
 
+def _check_size(declarations: list[dict[str, Any]]) -> None:
+    """Each may have few patterns while all of them have many."""
+    size = 0
+    for declaration in declarations:
+        size += patterns_size(declaration.get("parameters"))
+        if size > MOST_PATTERNS:
+            what = f"with those before, patterns of {size:,} characters, repetitions written out"
+            place = f"tools.{declaration['name']}.parameters"
+            raise ProtocolError("schema", place, f"{what}; at most {MOST_PATTERNS:,} are read")
+
+
 def _actions(actions: object) -> tuple[list[dict[str, Any]], list[Any]]:
     """`actions` as declarations, and as they are written: a bare name stays a bare name."""
     if not isinstance(actions, list):
@@ -135,7 +147,9 @@ def _actions(actions: object) -> tuple[list[dict[str, Any]], list[Any]]:
         bare = isinstance(action, str)
         declared.append(_declaration({"name": action} if bare else action, f"caps.actions[{index}]"))
         written.append(action if bare else declared[-1])
-        _declared(declared[-1])
+    _check_size(declared)
+    for declaration in declared:
+        _declared(declaration)
     return _distinct(declared, "caps.actions"), written
 
 
@@ -153,34 +167,7 @@ def _declared(declaration: dict[str, Any]) -> str:
 def _problem(declaration: str) -> str | None:
     """What is wrong with the schema in a declaration, given by its canonical text."""
     parameters = loads(declaration).get("parameters")
-    return None if parameters is None else _validator(dumps(parameters))[1]
-
-
-@lru_cache(maxsize=4096)
-def _validator(schema: str) -> tuple[Any, str | None]:
-    """The validator of a schema given by its canonical text, or (None, what is wrong with it)."""
-    # imported here: loading the validator takes longer than everything else in this package
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-
-    value = loads(schema)
-    dialect = value.get("$schema")
-    # None marks a dialect that the library does not know, which it would take for its newest otherwise
-    look_up: Any = validator_for
-    kind = Draft202012Validator if dialect is None else look_up(value, None) if isinstance(dialect, str) else None
-    if kind is None:
-        return None, f"$schema names no known dialect of JSON Schema: {dialect!r}"
-    try:
-        kind.check_schema(value)
-    except SchemaError as error:
-        place = error.json_path.removeprefix("$").lstrip(".")
-        return None, f"not a usable JSON Schema: {f'{place}: ' if place else ''}{error.message}"
-    except (RecursionError, re.error) as error:
-        return None, f"not a usable JSON Schema: {type(error).__name__}: {error}"
-    # an empty registry: a reference in a declaration must not make the runtime fetch anything
-    return kind(value, registry=Registry()), None
+    return None if parameters is None else schema_problem(parameters)
 
 
 def _arguments(arguments: object, where: str = "arguments") -> str:
@@ -293,7 +280,7 @@ def parse_act(payload: Payload, tools: object, actions: object = None) -> Action
         raise ProtocolError("act", extra[0], f"an action has no such keys: {extra}")
     given = normalise_tools(tools) if value["type"] == "tool" else _actions([] if actions is None else actions)[0]
     declaration = require_declared(value["type"], value["name"], {item["name"]: item for item in given}, "name")
-    _validate(value["arguments"], declaration.get("parameters", {}), value["name"])
+    validate_arguments(value["arguments"], declaration.get("parameters", {}), value["name"])
     return Action(value["id"], value["type"], value["name"], value["arguments"])
 
 
@@ -303,22 +290,6 @@ def require_declared(type: str, name: str, declared: Mapping[str, Any], where: s
         names = ", ".join(sorted(declared)) or "none"
         raise ProtocolError(f"undeclared_{type}", where, f"{name!r} is not declared; declared: {names}")
     return declared[name]
-
-
-def _validate(arguments: dict[str, Any], schema: dict[str, Any], name: str) -> None:
-    from jsonschema.exceptions import best_match
-    from referencing.exceptions import Unresolvable
-
-    validator, problem = _validator(dumps(schema))
-    error = None
-    try:
-        error = best_match(validator.iter_errors(arguments)) if problem is None else None
-    except (Unresolvable, RecursionError, re.error) as unusable:
-        problem = f"not a usable JSON Schema: {type(unusable).__name__}: {unusable}"
-    if problem is not None:
-        raise ProtocolError("schema", f"tools.{name}.parameters", problem)
-    if error is not None:
-        raise ProtocolError("arguments", error.json_path.replace("$", "arguments", 1), error.message)
 
 
 def _identifier(value: object, where: str) -> None:

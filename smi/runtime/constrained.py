@@ -30,6 +30,9 @@ _ID = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
 # numbers whose schema has no bounds are held to these
 _LARGEST = 1e15
 
+# symbols of a grammar; past so many it takes seconds to compile
+_MOST_SYMBOLS = 20_000
+
 
 class Constrainer:
     """Makes the constraints of one model's grammar; see `Session.generate(constrain=...)`.
@@ -72,14 +75,19 @@ class Constrainer:
 
         Raises ProtocolError "schema" for one that llguidance cannot follow; it says which part.
         """
+        return _Matched(self._compiled(schema), self._grammar)
+
+    def _compiled(self, schema: Mapping[str, Any]) -> Any:
+        """A matcher at its start. Compiling can take a second, copying does not."""
         rules = {**_finite(schema), "x-guidance": {"whitespace_flexible": False}}
         # some tokenizers put a blank before every text
         blank = f"{json.dumps(self._grammar.blank.decode())}? " if self._grammar.blank else ""
         lark = f'start: {blank}"\\n" value "\\n"\nvalue: %json {json.dumps(rules)}\n'
-        problem = self._library.LLMatcher.validate_grammar(lark, self._tokenizer)
+        limits = self._library.LLParserLimits(max_grammar_size=_MOST_SYMBOLS)
+        problem = self._library.LLMatcher.validate_grammar(lark, self._tokenizer, limits=limits)
         if problem:
             raise ProtocolError("schema", "", f"decoding cannot be held to this schema: {problem}")
-        return _Matched(self._library.LLMatcher(self._tokenizer, lark), self._grammar)
+        return self._library.LLMatcher(self._tokenizer, lark, limits=limits)
 
     def actions(self, capabilities: Mapping[str, Any]) -> Callable[[BlockType], Constraint | None]:
         """For `constrain`: holds every ACT to what a CAPS object declares. Without declarations there is no ACT to
@@ -93,13 +101,16 @@ class Constrainer:
             return lambda kind: None
         definitions: dict[str, Any] = {}
         whole = {"anyOf": [_envelope(type, declaration, definitions) for type, declaration in kinds], **definitions}
-        self.schema(whole)
-        return lambda kind: self.schema(whole) if kind is BlockType.ACT else None
+        return self._copies(whole, BlockType.ACT)
 
     def output(self, schema: Mapping[str, Any]) -> Callable[[BlockType], Constraint | None]:
         """For `constrain`: holds every OUT to compact JSON of this schema."""
-        self.schema(schema)
-        return lambda kind: self.schema(schema) if kind is BlockType.OUT else None
+        return self._copies(schema, BlockType.OUT)
+
+    def _copies(self, schema: Mapping[str, Any], held: BlockType) -> Callable[[BlockType], Constraint | None]:
+        """A constraint of its own for each block of that type."""
+        start = self._compiled(schema)
+        return lambda kind: _Matched(start.deep_copy(), self._grammar) if kind is held else None
 
 
 def _finite(schema: Any) -> Any:

@@ -210,7 +210,9 @@ class Limits:
 
     max_tokens: ids of the transmission without its EOT; there must be room for the smallest block.
     max_think_tokens: ids within THINK payloads, over all THINK blocks of the turn; None for no limit of its own.
-        The type tokens do not count. Where they leave no room for a frame (0 and 1), no block is opened.
+        The type tokens do not count. Where they leave no room for a frame (0 and 1), no block is opened. A block
+        that is cut for them is followed by an answer: where neither OUT nor ACT was opened before and there is room
+        for one, the transmission cannot end without.
     least: blocks of a type that must be opened before the transmission may end; until then only these and THINK
         are. The budgets come before it: a transmission that is out of room ends without them.
     most: blocks of a type that may be opened; a type not named has no such limit.
@@ -289,7 +291,9 @@ class Writer:
         if not self._thinking or self._think_left < self._grammar.frame_tokens:
             kinds = [kind for kind in kinds if kind is not BlockType.THINK]
         ids = [self._grammar.openings[kind] for kind in kinds]
-        may_end = self.payload is not None and not (owed and ids)
+        # thoughts were cut short so that the model comes to the point
+        unanswered = self._ending and not (opened[BlockType.OUT] or opened[BlockType.ACT])
+        may_end = self.payload is not None and not ((owed or unanswered) and ids)
         return [*ids, self._grammar.tokenizer.structural.eot] if may_end else ids
 
     def allowed(self) -> Tensor:

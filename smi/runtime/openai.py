@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smi.protocol.conversation import Conversation, to_stream
-from smi.protocol.json_text import dumps
+from smi.protocol.json_text import count_values, dumps
 from smi.protocol.payloads import normalise_tools, parse_act
 from smi.protocol.stream import Payload, ProtocolError, Stream
 from smi.protocol.tokens import BlockType, Side
@@ -24,6 +24,10 @@ from smi.runtime.turn import Constraint, Reply
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MOST_STOPS = 4
+# JSON values of a body, and of the arguments of all calls; messages have some three each
+MOST_VALUES = 100_000
+# of them in what a request declares; to check and compile so many takes a second or two
+MOST_DECLARED = 20_000
 
 # what a client may send because others need it: accounting, caching and placement of a service this is not
 _HARMLESS = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -79,6 +83,13 @@ def bad_request(message: str, param: str | None, code: str = "invalid_value") ->
     return ApiError(400, message, code=code, param=param)
 
 
+def check_values(text: str, name: str, param: str | None = None) -> None:
+    """Refuse JSON text with more values than can be read soon: 413."""
+    if (values := count_values(text)) > MOST_VALUES:
+        message = f"{name}: {values:,} JSON values, at most {MOST_VALUES:,} are read"
+        raise ApiError(413, message, code="body_too_large", param=param)
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """A request that was understood.
@@ -129,6 +140,22 @@ class _Fields:
                 raise bad_request(f"{name} can only be {allowed} here, got {_short(value)}", name, "unsupported_value")
 
 
+def _bounded(value: Any, name: str) -> Any:
+    """A declaration of a size that can be checked soon."""
+    values, level = 0, [value]
+    while level:
+        values += len(level)
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+    if values > MOST_DECLARED:
+        raise bad_request(f"{name}: {values:,} JSON values, at most {MOST_DECLARED:,} are read", name, "too_large")
+    return value
+
+
 def _short(value: Any) -> str:
     text = dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -160,12 +187,14 @@ def read_request(body: Any, *, most_tokens: int, constrainer: Constrainer) -> Ch
     if usage is not None and not isinstance(usage, bool):
         raise bad_request("include_usage must be true or false", "stream_options.include_usage", "invalid_type")
 
-    tools = [_tool(tool, i) for i, tool in enumerate(fields.take("tools", list, default=[]))]
+    tools = [_tool(tool, i) for i, tool in enumerate(_bounded(fields.take("tools", list, default=[]), "tools"))]
+    # JSON within texts was not counted with the body
+    check_values(",".join(_arguments(messages)), "the arguments of all calls", "messages")
     conversation = Conversation(
         [_message(message, i) for i, message in enumerate(messages)],
         tools=tools or None,
         ctrl=_ctrl(fields),
-        caps=fields.take("smi_caps", dict),
+        caps=_bounded(fields.take("smi_caps", dict), "smi_caps"),
     )
     try:
         prompt = to_stream(conversation, require_target=False)
@@ -212,6 +241,17 @@ def _message(message: Any, index: int) -> Any:
     for key in ("annotations", "smi_refused_actions"):
         kept.pop(key, None)
     return kept
+
+
+def _arguments(messages: list[Any]) -> Iterator[str]:
+    """JSON texts of the arguments of calls, wherever there are any."""
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                yield arguments
 
 
 def _tool(tool: Any, index: int) -> Any:
@@ -310,7 +350,7 @@ def _held(
             # without it a call is still checked when it is whole; only a call that was asked for has to be one
             if least:
                 raise protocol_refusal(error) from None
-    schema = _schema(fields.take("response_format", dict))
+    schema = _schema(_bounded(fields.take("response_format", dict), "response_format"))
     if schema is not None:
         try:
             outs = constrainer.output(schema)

@@ -40,6 +40,7 @@ from smi.runtime.openai import (
     Message,
     Usage,
     bad_request,
+    check_values,
     protocol_refusal,
     read_request,
 )
@@ -64,6 +65,7 @@ class Settings:
     without tokens names its own, so that no web page can reach it under another.
     max_queue: requests that may wait beside those that are answered. max_body: bytes. max_tokens: of an answer.
     timeout: seconds of a request, waiting included; a client that reads its stream slowly has as many beyond.
+    receive: seconds in which the body must have come; headers are the server's to wait for, see `bounded_connections`.
     """
 
     model: str
@@ -73,6 +75,7 @@ class Settings:
     max_body: int = 4 << 20
     max_tokens: int = 1024
     timeout: float = 300.0
+    receive: float = 30.0
 
 
 def create_app(runtime: Runtime, settings: Settings) -> Starlette:
@@ -234,7 +237,7 @@ class _Server:
         finally:
             self._inside -= 1
 
-    async def _body(self, http: Request) -> Any:
+    async def _body(self, http: Request) -> bytes:
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"the body must be application/json, not {kind or 'untyped'}", code="content_type")
@@ -245,19 +248,28 @@ class _Server:
             raise too_large
         data = bytearray()
         try:
-            async with asyncio.timeout(self._settings.timeout):
+            async with asyncio.timeout(self._settings.receive):
                 async for piece in http.stream():
                     data += piece
                     if len(data) > most:
                         raise too_large
         except TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+            close = {"Connection": "close"}
+            raise ApiError(408, "the body did not arrive in time", code="timeout", headers=close) from None
+        return bytes(data)
+
+    def _understood(self, body: bytes) -> ChatRequest:
+        """On a thread of its own. No thread can be stopped, so what it may meet is bounded beforehand."""
         try:
-            return loads(data.decode())
+            text = body.decode()
+            check_values(text, "the body")
+            value = loads(text)
         except UnicodeDecodeError as error:
             raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_json") from None
         except ProtocolError as error:
-            raise ApiError(400, f"the body is not usable JSON: {error.message}", code="invalid_json") from None
+            where = f" at {error.where}" if error.where else ""
+            raise ApiError(400, f"the body is not usable JSON{where}: {error.message}", code="invalid_json") from None
+        return read_request(value, most_tokens=self._settings.max_tokens, constrainer=self._constrainer)
 
     # --- the routes
 
@@ -267,9 +279,7 @@ class _Server:
             held.enter_context(self._place())
             body = await self._body(http)
             # declarations are checked and compiled there
-            request = await asyncio.to_thread(
-                read_request, body, most_tokens=self._settings.max_tokens, constrainer=self._constrainer
-            )
+            request = await asyncio.to_thread(self._understood, body)
             if request.model != self._settings.model:
                 message = f"there is no model {request.model!r} here; there is {self._settings.model!r}"
                 raise ApiError(404, message, code="model_not_found", param="model")

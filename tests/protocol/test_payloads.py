@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smi.protocol import Action, ProtocolError, Span, dumps, loads, parse_act
+from smi.protocol.json_text import count_values
 from smi.protocol.payloads import act_payload, ctrl_payload, declare, normalise_tools, obs_payload
 
 
@@ -75,6 +76,33 @@ def test_writer() -> None:
 def test_writer_refuses(value: Any, reason: str) -> None:
     with refused(reason):
         dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        # the reader of Python gives up on the last two
+        ('{"a":[1,{"b c":' + "[" * 70 + "]" * 70 + "}]}", "a[1].b c" + "[0]" * 61),
+        ('{"x":{"y":"{[,"},"a":[1,{"b c":' + "[" * 5000 + "]" * 5000 + "}]}", "a[1].b c" + "[0]" * 61),
+        ('[0,"]\\"",{"k":{}},' + '{"k":[],"a":' * 5000, "[3]" + ".a" * 62 + ".k"),
+    ],
+)
+def test_what_is_nested_too_deep_has_a_path(text: str, where: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        loads(text)
+    assert (caught.value.reason, caught.value.where) == ("nesting", where)
+    if len(text) < 1000:
+        with pytest.raises(ProtocolError) as caught:
+            dumps(json.loads(text))
+        assert (caught.value.reason, caught.value.where) == ("nesting", where)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("3", 1), ('{"a":[1,"[,{",{"b":2}]}', 6), ('["\\",",",\\\\",2]', 4), ('[",', 2), ('"' + '\\"' * 10**6, 1)],
+)
+def test_values_are_counted_before_they_are_read(text: str, values: int) -> None:
+    assert count_values(text) == values
 
 
 def test_writer_refuses_circles() -> None:

@@ -23,9 +23,21 @@ class Tags(HTMLParser):
     def __init__(self):
         super().__init__()
         self.found = []
+        self.cells = []
+        self.inside = False
 
     def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
+        if tag in ("th", "td"):
+            self.cells.append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag != "table"
+
+    def handle_data(self, data):
+        if self.inside:
+            self.cells[-1] += data.strip()
 
 
 def test_a_file_with_bad_rows(checkpoint, tmp_path, capsys):
@@ -37,7 +49,7 @@ def test_a_file_with_bad_rows(checkpoint, tmp_path, capsys):
     assert evaluate.main(command) == 0
     shown = capsys.readouterr().out
     found = json.loads((tmp_path / "it.json").read_text())
-    assert (found["rows"], found["accepted"]) == (4, 1)
+    assert (found["rows"], found["accepted"], found["max_tokens"]) == (4, 1, 20)
     assert found["rejected"] == {"role": 1, "no_target": 1, "json": 1}
     for reason in found["rejected"]:
         assert reason in shown
@@ -55,6 +67,24 @@ def test_a_file_with_bad_rows(checkpoint, tmp_path, capsys):
     tags.feed(html)
     assert not [tag for tag, attrs in tags.found if tag in ("script", "link", "img") or "src" in attrs]
     assert "<b>hi" not in html
+    # figures stand under their names, and shares beside what they are shares of
+    assert tags.cells[:4] == ["what", "count", "share", "of"]
+    figures = {tags.cells[i]: tags.cells[i + 1 : i + 4] for i in range(4, 44, 4)}
+    assert figures["actions expected"] == ["0", "", ""]
+    assert figures["actions that parse"] == ["0", "-", "0 actions written"]
+    assert figures["answers right word for word"] == ["0", "0.0%", "1 transmissions that should only answer"]
+    assert figures["unfinished transmissions"][2] == "1 transmissions"
+    assert "with at most 20 tokens" in html
+    # as in the JSON, and no 1e+04
+    whole = found["perplexity"]["all"]["perplexity"]
+    at = tags.cells.index("all")
+    assert tags.cells[at + 1] == str(found["perplexity"]["all"]["tokens"])
+    assert float(tags.cells[at + 2].replace(",", "")) == pytest.approx(whole, rel=1e-3)
+    assert "e+" not in tags.cells[at + 2]
+    for reason in found["rejected"]:
+        where = tags.cells.index(reason)
+        assert tags.cells[where + 1] == "1"
+        assert f"[{reason}]" in tags.cells[where + 2]
 
 
 def test_the_quickstarts_world(checkpoint, tmp_path):

@@ -136,6 +136,51 @@ def test_a_thinking_budget_holds_against_any_model(t1, budget, blocks):
     assert not cut or cut == thinking[-1:]
 
 
+@pytest.mark.parametrize("budget", [0, 1, 20])
+@pytest.mark.parametrize("forbidden", [None, BlockType.OUT, BlockType.ACT])
+def test_a_model_that_was_cut_short_still_answers(t1, budget, forbidden):
+    """One that would rather think, and else hand over."""
+    structural = t1.tokenizer.structural
+    scores = torch.zeros(t1.rows)
+    scores[structural.id(BlockType.THINK)] = 100
+    scores[t1.tokenizer.encode("a")[0]] = 80
+    scores[structural.eot] = 90
+    limits = Limits(120, budget, most={} if forbidden is None else {forbidden: 0})
+
+    def wants(step):
+        made = scores.clone()
+        # a thought that goes on is not handed over
+        made[structural.eot] = 0 if 0 < step < budget else 90
+        return made
+
+    _, reply = write(t1, limits, wants)
+    kinds = [block.type for block in reply.transmission.blocks]
+    assert kinds[:-1] == ([BlockType.THINK] if budget > 1 else [])
+    assert kinds[-1] in {BlockType.OUT, BlockType.ACT} - {forbidden}
+    assert reply.think_tokens == (budget if budget > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "room", "answered"),
+    [
+        # without room for an empty block behind the thought, the model hands over
+        ([], 1 + 20 + 2, False),
+        ([], 1 + 20 + 3, True),
+        # it has answered before
+        ([(BlockType.OUT, "\nyes\n")], 120, False),
+    ],
+)
+def test_an_answer_is_asked_for_once_and_where_it_fits(t1, blocks, room, answered):
+    tokenizer = t1.tokenizer
+    ids = ids_of(tokenizer, *blocks, (BlockType.THINK, "\n" + "very long thoughts, " * 50))
+    cut_at = len(ids_of(tokenizer, *blocks)) + 1 + 20
+    _, reply = write(t1, Limits(room, 20), Script(t1, ids[:cut_at], tokenizer.structural.eot))
+    assert reply.think_tokens == 20
+    assert reply.cut & {len(blocks)}
+    kinds = [block.type for block in reply.transmission.blocks]
+    assert (len(kinds) > len(blocks) + 1) == answered
+
+
 def test_a_block_that_just_fits_is_not_cut(t1):
     tokenizer = t1.tokenizer
     ids = ids_of(tokenizer, (BlockType.ACT, "\n{}\n"))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from scripted import ScriptedRuntime, tiny
 from smi.protocol.payloads import act_payload, loads
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
+from smi.runtime.connections import SPARE_CONNECTIONS, bounded_connections
 from smi.runtime.openai import Message
 from smi.runtime.server import Settings, create_app
 from smi.runtime.session import Runtime
@@ -43,10 +45,15 @@ def tokenizer():
 
 
 @contextlib.contextmanager
-def serving(runtime, send_buffer=None, **settings):
+def serving(runtime, send_buffer=None, connections=None, **settings):
     """The address of a server in a thread."""
     app = create_app(runtime, Settings(**{"model": "tiny", "max_tokens": 400, **settings}))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
+    http = bounded_connections(settings.get("receive", 30.0))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, port=0, log_level="warning", timeout_graceful_shutdown=2, limit_concurrency=connections, http=http
+        )
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -210,6 +217,13 @@ def test_what_must_not_be_run_is_not_handed_out(server, client):
     assert [call.id for call in choice.message.tool_calls] == ["r2"]
     assert [refused["type"] for refused in choice.message.smi_refused_actions] == ["json"]
     assert metric(server, "smi_actions_refused_total") == before + 1
+    # a pattern that an engine which backtracks would try for longer than anyone waits
+    slow = {**loose["function"]["parameters"], "properties": {"city": {"pattern": "^([a-z]+)+$"}}}
+    call = 'call r4 weather {"city":"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"}'
+    choice = ask(
+        client, call, tools=[{"type": "function", "function": {"name": "weather", "parameters": slow}}]
+    ).choices[0]
+    assert [refused["type"] for refused in choice.message.smi_refused_actions] == ["arguments"]
     # cut by the limit
     cut = ask(client, 'call r3 weather {"city":"Rom"}', tools=[WEATHER], max_tokens=12).choices[0]
     assert cut.finish_reason == "length"
@@ -291,6 +305,24 @@ BASE = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         ({"stream": 1}, 400, "stream", "true or false"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "only be 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 3}}}]}, 400, None, "Schema"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"pattern": "^(?!a)"}}}]},
+            400,
+            "tools.x.parameters",
+            "pattern: '^(?!a)'",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"allOf": [{}] * 20_000}}}]},
+            400,
+            "tools",
+            "at most 20,000",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": list(range(20_000))}}}},
+            400,
+            "response_format",
+            "at most 20,000",
+        ),
         ({"tool_choice": "required"}, 400, "tool_choice", "no tools"),
         ({"tools": [CLOCK], "tool_choice": "maybe"}, 400, "tool_choice", "must be none"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "z"}}}, 400, "tool_choice", "'z'"),
@@ -310,6 +342,15 @@ def test_bad_requests_name_what_is_wrong(server, change, status, param, says):
     assert error["code"]
 
 
+def test_arguments_are_bounded_like_the_body(server):
+    many = f'{{"a":[{"[]," * 200_000}[]]}}'
+    calls = [{"id": "c", "type": "function", "function": {"name": "clock", "arguments": many}}]
+    messages = [*BASE["messages"], {"role": "assistant", "tool_calls": calls}, *BASE["messages"]]
+    reply = httpx.post(f"{server}/v1/chat/completions", json={**BASE, "messages": messages, "tools": [CLOCK]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (413, "body_too_large", "messages")
+
+
 def test_fields_that_change_nothing_pass(server):
     extra = {"n": 1, "user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "seed": None}
     assert httpx.post(f"{server}/v1/chat/completions", json=BASE | extra).status_code == 200
@@ -323,7 +364,9 @@ def test_fields_that_change_nothing_pass(server):
         (b"\xff{}", 400, "invalid_json"),
         (b'{"model": "tiny", "model": "x"}', 400, "invalid_json"),
         (b'{"temperature": NaN}', 400, "invalid_json"),
-        (b"[" * 100_000, 400, "invalid_json"),
+        (b"[" * 99_000, 400, "invalid_json"),
+        # some seconds to read, if it were
+        (b"[" + b"[]," * 1_000_000 + b"[]]", 413, "body_too_large"),
         (b"[]", 400, "invalid_type"),
         (b"null", 400, "invalid_type"),
     ],
@@ -446,6 +489,93 @@ def test_a_client_that_does_not_read_loses_its_place(tokenizer):
             deaf.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
             _waits_until(lambda: httpx.post(f"{address}/v1/chat/completions", json=BASE).status_code == 429)
             _waits_until(lambda: httpx.post(f"{address}/v1/chat/completions", json=BASE).status_code == 200)
+
+
+def _connected(address, *sent):
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    for data in sent:
+        connection.sendall(data)
+    return connection
+
+
+def _dripped(connection, data=b"x", seconds=0.05):
+    """All that the server says while bytes come one by one, until it closes the connection."""
+    said = b""
+    connection.settimeout(seconds)
+    deadline = time.monotonic() + 10
+    with connection:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                try:
+                    piece = connection.recv(1 << 16)
+                except ConnectionResetError:
+                    piece = b""
+                if not piece:
+                    return said
+                said += piece
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+    raise AssertionError("the connection is still held")
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+BODY = HEAD + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def impatient(tokenizer):
+    with serving(ScriptedRuntime(tokenizer, answer, capacity=1), receive=0.4, max_queue=0) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        ((b"P",), [408]),
+        ((HEAD,), [408]),
+        ((BODY,), [408]),
+        ((HEALTH + b"\r\n", HEALTH), [200, 408]),
+        # answered at once; what still comes is not waited for
+        ((HEALTH + b"Content-Length: 1000\r\n\r\n",), [200]),
+        ((HEAD + b"Content-Length: 1000\r\n\r\n",), [415]),
+    ],
+)
+def test_a_request_that_drips_in_is_ended(impatient, sent, statuses):
+    said = _dripped(_connected(impatient, *sent))
+    assert list(map(int, re.findall(rb"HTTP/1\.1 (\d+)", said))) == statuses
+    if statuses[-1] == 408:
+        assert json.loads(said.split(b"\r\n\r\n")[-1])["error"]["code"] == "timeout"
+    # its place is free
+    assert httpx.post(f"{impatient}/v1/chat/completions", json=BASE).status_code == 200
+
+
+def test_a_connection_that_says_nothing_is_closed(impatient):
+    with _connected(impatient) as silent:
+        assert silent.recv(100) == b""
+
+
+def test_an_answer_that_takes_longer_than_a_request_may_is_not_ended(tokenizer):
+    with serving(Paced(tokenizer, answer, capacity=1), receive=0.2) as address:
+        body = {**BASE, "messages": [{"role": "user", "content": "word " * 6}]}
+        reply = httpx.post(f"{address}/v1/chat/completions", json=body)
+        assert (reply.status_code, reply.elapsed.total_seconds() > 0.4) == (200, True)
+
+
+def test_connections_are_bounded(tokenizer):
+    with (
+        serving(ScriptedRuntime(tokenizer, answer, capacity=1), connections=4) as address,
+        contextlib.ExitStack() as held,
+    ):
+        for _ in range(4):
+            held.enter_context(_connected(address))
+        _waits_until(lambda: httpx.get(f"{address}/health").status_code == 503)
+        many = [held.enter_context(_connected(address)) for _ in range(SPARE_CONNECTIONS + 10)]
+        many[-1].settimeout(5)
+        assert many[-1].recv(100) == b""
+        held.close()
+        _waits_until(lambda: httpx.get(f"{address}/health").status_code == 200)
 
 
 def test_an_answer_that_cannot_be_told_ends_no_other(tokenizer, monkeypatch):
