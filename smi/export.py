@@ -4,7 +4,8 @@ python -m smi.export runs/quickstart/2026-01-31_12-00-00 --to hf
 python -m smi.export RUN/checkpoints/step-400.ckpt --to hf native --out DIR
 
 RUN is a run directory, whose newest checkpoint is taken, or a checkpoint in one. The formats:
-  hf      the public Hugging Face layout, with the code of the base's publisher where it ships some
+  hf      the public Hugging Face layout, with the code of the base's publisher where it ships some; the only one
+          for a run with model=hf
   native  BlinkDL's, a model.pth for the rwkv package and other runtimes
   fla     flash-linear-attention's, in a directory fla/
 Each is read back and its logits compared before the directory gets its name. Needs memory of the processor alone.
@@ -15,6 +16,7 @@ Exits 2 where arguments or files are wrong, and 1 where an export does not read 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 FORMATS = ("hf", "native", "fla")
 
@@ -40,7 +42,7 @@ def export_run(run: Path, formats: list[str], out: Path | None = None) -> Path:
 
     Raises:
         ValueError: no run directory, no checkpoint, or one that is damaged or holds more than tensors and plain
-            values; a target that has something else in it.
+            values; a target that has something else in it; a format that the model has not.
         RuntimeError: the export does not read back.
     """
     import yaml
@@ -68,20 +70,23 @@ def export_run(run: Path, formats: list[str], out: Path | None = None) -> Path:
     check_target(target, read_origin(origin))
     config_yaml = (run / CONFIG_FILE).read_text(encoding="utf-8")
     settings = yaml.safe_load(config_yaml)
-    if settings["model"]["kind"] != "rwkv7":
-        raise ValueError(f"{run} trains a model of transformers, which is exported when the run ends: use resume=auto")
-    content = read_checkpoint(file)
-    model, time_state = trained_model(content["state_dict"], origin, TuningConfig(**settings["tuning"]))
-    return export_model(
-        model,
-        load_tokenizer(str(origin / "tokenizer")),
-        target,
-        formats=formats,
-        config_yaml=config_yaml,
-        figures={"steps": content["global_step"]},
-        origin=origin,
-        time_state=time_state,
-    )
+    if settings["model"]["kind"] == "hf" and formats != ["hf"]:
+        raise ValueError(f"{run} trains a model of transformers: --to hf; native and fla are layouts of RWKV-7")
+    content, tuning = read_checkpoint(file), TuningConfig(**settings["tuning"])
+    about: dict[str, Any] = {
+        "formats": formats,
+        "config_yaml": config_yaml,
+        "figures": {"steps": content["global_step"]},
+        "origin": origin,
+    }
+    tokenizer = load_tokenizer(str(origin / "tokenizer"))
+    if settings["model"]["kind"] == "hf":
+        # imported here: transformers' own models are seldom wanted
+        from smi.training.hf import export_hf, trained_hf
+
+        return export_hf(trained_hf(content["state_dict"], origin, tuning), tokenizer, target, **about)
+    model, time_state = trained_model(content["state_dict"], origin, tuning)
+    return export_model(model, tokenizer, target, time_state=time_state, **about)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -79,7 +79,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     try:
         fit(trainer, module, feed(config, data), checkpoint)
     except SIGTERMException:
-        sys.exit(128 + signal.SIGTERM)  # lightning alone would leave with 0, as though all were well
+        _terminated()  # lightning alone would leave with 0, as though all were well
     model = module.model = whole_model(trainer, model)
     if not first:
         return {}
@@ -111,6 +111,10 @@ def train(config: Config, overrides: Sequence[str] = ()) -> dict[str, float]:
     return figures
 
 
+def _terminated(*_: object) -> NoReturn:
+    sys.exit(128 + signal.SIGTERM)
+
+
 def _usage() -> str:
     lines = ["python -m smi.train +recipe=NAME [group=option] [key=value] ...", "", "recipes:"]
     for name, file in recipes().items():
@@ -132,6 +136,8 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     register()
+    # so that what is in progress is ended in order; while it trains, a run saves first
+    signal.signal(signal.SIGTERM, _terminated)
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
     def run(composed: DictConfig) -> Any:
@@ -146,7 +152,8 @@ def main() -> None:
             say_error(error)
             sys.exit(DIVERGED if isinstance(error, FloatingPointError) else 2)
         except KeyboardInterrupt:
-            print("stopped", file=sys.stderr)
+            if process_rank() == 0:
+                print("stopped", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
 
     sys.exit(conclude(run))

@@ -1,6 +1,6 @@
-"""Gradients of one optimizer step on two ranks: ``python -m torch.distributed.run --nproc-per-node 2 gradients.py``.
+"""Gradients of one optimizer step on two ranks.
 
-The same documents are split into packs, micro-batches and ranks in many ways, under DDP and FSDP; prints, for each
+The same documents are split into packs, micro-batches and ranks in many ways, under DDP and FSDP; writes, for each
 way, how far the gradient that the optimizer gets is from that of one packed row in a single process, and whether the
 norm that is logged is its norm.
 """
@@ -8,7 +8,6 @@ norm that is logged is its norm.
 import json
 import os
 import random
-import sys
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def split(examples, rng, ranks=2):
     return [batches[rank::ranks] for rank in range(ranks)]
 
 
-def main():
+def main(file: Path) -> None:
     rank = int(os.environ["RANK"])
     tokenizer = load_tokenizer("compact")
     examples = [encode(to_stream(c), tokenizer) for c in islice(SyntheticTools(0, 1).conversations(), 14)]
@@ -100,8 +99,4 @@ def main():
             }
         )
     if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        file.write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Two ranks over gloo: ``python -m torch.distributed.run --nproc-per-node 2 ranks_figures.py FOLDER``.
+"""Two ranks over gloo.
 
 A run whose figures are to be those of one process; one that breaks on the second rank alone, whose reason each rank
 writes to FOLDER/nan-RANK.txt; and one whose second rank alone gets SIGTERM.
@@ -6,7 +6,6 @@ writes to FOLDER/nan-RANK.txt; and one whose second rank alone gets SIGTERM.
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -30,8 +29,8 @@ class On(L.Callback):
             self.what(pl_module.model)
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+def main(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
     fit(small_config(folder / "run", *RANKS, "callbacks=default", "callbacks.samples.max_tokens=24"))
 
     def spoil(model):
@@ -57,7 +56,3 @@ def main() -> None:
         fit(small_config(folder / "term", *RANKS, "trainer.batch_size=4"), callbacks=[On(3, term)])
     except SIGTERMException:
         (folder / f"term-{rank}.txt").write_text("stopped")
-
-
-if __name__ == "__main__":
-    main()

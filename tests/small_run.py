@@ -1,7 +1,9 @@
 """Runs of a model of a few thousand parameters, in the process of the test, as a config describes them."""
 
+from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning as L
 from hydra import compose, initialize_config_dir
@@ -45,8 +47,15 @@ def small_config(folder: Path, *overrides: str) -> Config:
         return judge(compose("train", overrides=[*SMALL, f"paths.run_dir={folder}", *overrides]))
 
 
-def fit(config: Config, checkpoint: Path | None = None, callbacks=()) -> tuple[L.Trainer, SMIModule]:
-    """`callbacks` come before those of the config."""
+def undrawn():
+    """Reports without their curves, which take longer to draw than such a run to make."""
+    return patch("smi.training.report.plots", lambda figures: {})
+
+
+def fit(
+    config: Config, checkpoint: Path | None = None, callbacks=(), *, drawn: bool = False
+) -> tuple[L.Trainer, SMIModule]:
+    """`callbacks` come before those of the config. The report has its curves where they are to be `drawn`."""
     L.seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(config)
     data, model = build_data(config, tokenizer), build_model(config, tokenizer)
@@ -54,5 +63,6 @@ def fit(config: Config, checkpoint: Path | None = None, callbacks=()) -> tuple[L
     module = SMIModule(model, optimization(config))
     trainer = build_trainer(config, Console(file=StringIO()))
     trainer.callbacks[:0] = callbacks
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    with nullcontext() if drawn else undrawn():
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return trainer, module

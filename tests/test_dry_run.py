@@ -1,8 +1,11 @@
 """Looking before training, waiting for data, and looking into a run: all in this process, with a tiny model."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from smi.composing import config_dir, judge, recipes, register
 from smi.data.mixture import prepare
 from smi.model import RWKV7Config, RWKV7ForCausalLM
 from smi.model.checkpoint import save_native
-from smi.train import train
+from smi.train import main, train
 from smi.training import waiting
 from smi.training.dry_run import check_run
 from smi.training.module import SMIModule
@@ -158,6 +161,34 @@ class TestWaiting:
         assert "waiting for later" in output
         assert "still waiting for later" in output
         assert json.loads(Path("run/figures.json").read_text())["steps"] == 2
+
+    @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_a_signal_ends_the_wait_at_once(self, monkeypatch, capsys, tmp_path, sent, code):
+        """By the command's own main, in this process; the next look would be in a minute."""
+        monkeypatch.setattr(waiting, "LOOK_EVERY", 60.0)
+        arguments = ["data=prepared", *SMALL, "data.mixture=later", "tokenizer.source=compact", "paths.run_dir=run"]
+        monkeypatch.setattr(sys, "argv", ["smi.train", *arguments, "wait_for=later"])
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def send():
+            deadline = time.monotonic() + 60
+            while "waiting for later" not in capsys.readouterr().out and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.kill(os.getpid(), sent)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        start = time.monotonic()
+        try:
+            with pytest.raises(SystemExit) as stopped:
+                main()
+        finally:
+            thread.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        assert stopped.value.code == code
+        assert time.monotonic() - start < 30
+        assert not (tmp_path / "run" / "config.yaml").exists()
 
     @pytest.mark.parametrize(
         ("name", "mixture_name", "message"),

@@ -9,17 +9,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import gradients
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from killed_run import assert_identical
+from small_run import undrawn
+from two_ranks import run_on_two_ranks
 
 from smi.composing import config_dir, judge, register
 from smi.train import train
 from smi.training.checkpoint import read_checkpoint
 
-SCRIPT = Path(__file__).parent / "gradients.py"
 TINY = [
     "+recipe=quickstart",
     "model.hidden_size=64",
@@ -27,6 +30,7 @@ TINY = [
     "model.head_dim=32",
     "optim.warmup_steps=2",
     "logger=none",
+    "callbacks=none",
     "trainer.max_steps=3",
     "trainer.batch_size=4",
     "trainer.val_every=3",
@@ -41,10 +45,10 @@ TINY = [
 ]
 
 
-def smi(*arguments: str, cwd: Path, code: int = 0, module: tuple[str, ...] = ("-m", "smi.train"), **more: str) -> str:
+def smi(*arguments: str, cwd: Path, code: int = 0, **more: str) -> str:
     """The output of a command line."""
     process = subprocess.run(
-        [sys.executable, *module, *arguments],
+        [sys.executable, "-m", "smi.train", *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -69,9 +73,7 @@ def furthest(run_dir: Path, other: Path) -> float:
 
 def test_the_gradient_is_the_same_however_documents_are_split(tmp_path: Path) -> None:
     """Into packs, micro-batches and ranks, under DDP and FSDP; in float32."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT))
-    paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
-    smi(str(tmp_path / "found"), cwd=tmp_path, module=launch, PYTHONPATH=os.pathsep.join(paths))
+    run_on_two_ranks(gradients.main, tmp_path / "found")
     found = json.loads((tmp_path / "found").read_text())
     assert {way["strategy"] for way in found} == {"DDPStrategy", "ShardedStrategy"}
     assert len({str(way["batches"]) for way in found}) > 5
@@ -85,7 +87,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process learns."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     register()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+    with initialize_config_dir(str(config_dir()), version_base="1.3"), undrawn():
         train(judge(compose("train", overrides=[*TINY, f"paths.run_dir={run_dir}"])))
     return run_dir
 
@@ -133,7 +135,7 @@ class TestSweepOfSeveralProcesses:
         ranked = json.loads((folder / "sweep.json").read_text())["jobs"]
         assert [job["status"] for job in ranked] == ["ok", "ok", "failed"]
 
-    @pytest.mark.parametrize(("job", "strategy"), [(FSDP, "ddp"), (None, "fsdp")])
+    @pytest.mark.parametrize(("job", "strategy"), [(FSDP, "ddp"), pytest.param(None, "fsdp", marks=pytest.mark.full)])
     def test_they_go_on_from_a_checkpoint_of_other_hardware(self, alone, sweep, tmp_path, job, strategy):
         begun = alone if job is None else sweep[0] / job
         later = shutil.ignore_patterns("step-[23].ckpt", "export", "figures.json")
@@ -144,6 +146,7 @@ class TestSweepOfSeveralProcesses:
         assert furthest(tmp_path / "run", alone) < 1e-6
 
 
+@pytest.mark.full
 def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
     """It is told once, and nothing is left running."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -164,22 +167,62 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("send", "sent", "code"),
+    [(os.kill, signal.SIGTERM, 143), (os.killpg, signal.SIGTERM, 143), (os.killpg, signal.SIGINT, 130)],
+    ids=["sigterm", "sigterm_to_all", "ctrl_c"],
+)
+def test_two_processes_that_are_stopped_save_once_and_go_on(tmp_path: Path, send: Any, sent: int, code: int) -> None:
+    """A scheduler tells the first process or all of them, a terminal all; nothing is left running."""
+    arguments = [
+        *TINY,
+        "hardware=cpu_ddp2",
+        "paths.run_dir=run",
+        "trainer.log_every=1",
+        "trainer.checkpoint_every=9999",
+    ]
+    process = begin(*arguments, "trainer.max_steps=9999", "trainer.val_every=9999", cwd=tmp_path)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "run" / "history.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send(process.pid, sent)
+    output = process.communicate(timeout=40)[0]
+    assert process.returncode == code, output
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert output.count(f"resume=auto goes on from {saved.name}") == 1
+    assert "Traceback" not in output
+    step = int(saved.stem.removeprefix("step-"))
+    output = smi(*arguments, f"trainer.max_steps={step + 2}", "resume=auto", cwd=tmp_path)
+    assert output.count(f"going on from {saved}") == 1
+    assert [row["step"] for row in losses(tmp_path / "run") if "train/loss" in row] == list(range(1, step + 3))
+
+
+def begin(*arguments: str, cwd: Path) -> subprocess.Popen:
+    """A run in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "smi.train", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.full
 def test_two_ranks_that_are_killed_come_to_what_two_come_to_that_are_not(tmp_path: Path) -> None:
     """By the command line: five kills in sixty steps, weights, optimizer, rates and logged losses to the last bit."""
-    arguments = [*TINY, "hardware=cpu_ddp2", "trainer.max_steps=60", "trainer.keep_checkpoints=1", "callbacks=none"]
+    arguments = [*TINY, "hardware=cpu_ddp2", "trainer.max_steps=60", "trainer.keep_checkpoints=1"]
     smi(*arguments, "paths.run_dir=whole", cwd=tmp_path)
     saved = tmp_path / "killed" / "checkpoints"
     rng = random.Random(0)
     for step in sorted(rng.sample(range(1, 55), 5)):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "smi.train", *arguments, "paths.run_dir=killed", "resume=auto"],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        process = begin(*arguments, "paths.run_dir=killed", "resume=auto", cwd=tmp_path)
         deadline = time.monotonic() + 300
         while not any(int(file.stem.removeprefix("step-")) >= step for file in saved.glob("step-*.ckpt")):
             assert process.poll() is None, process.communicate()[0]

@@ -186,6 +186,14 @@ def wait_for_checkpoint(process, run_dir):
         time.sleep(0.01)
 
 
+def wait_for_step(process, run_dir):
+    deadline = time.monotonic() + 120
+    while not (run_dir / "history.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step was made"
+        time.sleep(0.01)
+
+
 def test_a_killed_run_goes_on_from_its_last_checkpoint(quickstart, tmp_path):
     undisturbed, _ = quickstart
     process = start(*QUICK, "paths.run_dir=run", cwd=tmp_path)
@@ -245,14 +253,16 @@ def test_a_run_that_is_killed_five_times_equals_one_that_is_not(tmp_path):
     assert resumed == {step: whole[step] for step in resumed}
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
-def test_a_stopped_run_says_how_to_go_on(tmp_path, sent, code):
-    process = start(*QUICK, "paths.run_dir=run", "trainer.max_steps=100000", cwd=tmp_path)
-    wait_for_checkpoint(process, tmp_path / "run")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_saves_and_says_how_to_go_on(tmp_path, sent, code):
+    long = ["trainer.max_steps=100000", "trainer.checkpoint_every=100000"]
+    process = start(*QUICK, "paths.run_dir=run", *long, cwd=tmp_path)
+    wait_for_step(process, tmp_path / "run")
     process.send_signal(sent)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output
-    assert "resume=auto goes on from step-" in output
+    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert f"resume=auto goes on from {saved.name}" in output
     assert "Traceback" not in output
 
 
@@ -299,7 +309,8 @@ class TestResume:
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
-    run("-m", *QUICK, "seed=1,2", "trainer.max_steps=2", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    quick = ["trainer.max_steps=1", "data.held_out_tasks=0", "callbacks=none"]
+    run("-m", *QUICK, *quick, "seed=1,2", "hydra.sweep.dir=sweep", cwd=tmp_path)
     exports = sorted(file.parent.parent.name for file in tmp_path.glob("sweep/*/export/config.yaml"))
     assert exports == ["0", "1"]
     assert losses(tmp_path / "sweep" / "0") != losses(tmp_path / "sweep" / "1")

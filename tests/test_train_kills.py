@@ -14,12 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import failing_ranks
 import pytest
 import torch
 from crafted import crafted
 from hydra import compose, initialize_config_dir
 from killed_run import assert_identical, fit, outcome
 from shards import prepared
+from two_ranks import run_on_two_ranks
 
 from smi.composing import config_dir, judge, register
 from smi.data.prepared import PreparedSource
@@ -303,19 +305,7 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_on_one_rank_ends_all_of_them(tmp_path: Path) -> None:
-    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(TESTS / "failing_ranks.py"), str(tmp_path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
+    run_on_two_ranks(failing_ranks.main, tmp_path)
     for rank in (0, 1):
         said = (tmp_path / f"{rank}.txt").read_text()
         assert f"the checkpoint {tmp_path / 'run' / 'checkpoints' / 'step-2.ckpt'} could not be written" in said

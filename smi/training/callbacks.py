@@ -11,7 +11,7 @@ from smi.training.lr_finder import LRFinder
 from smi.training.progress import ProgressReport
 from smi.training.report import WriteReport
 from smi.training.samples import Samples
-from smi.training.stopping import StopOnSigterm
+from smi.training.stopping import StopOnSignal
 from smi.training.throughput import Throughput
 
 
@@ -19,7 +19,7 @@ def build_callbacks(config: Config, console: Console) -> list[L.Callback]:
     """In the order that they need: each adds to the figures that the next may show."""
     run_dir, chosen = Path(config.paths.run_dir), config.callbacks
     found: list[L.Callback] = [
-        StopOnSigterm(),
+        StopOnSignal(),
         Throughput(config.hardware.peak_tflops),
         ProgressReport(console, run_dir),
         WriteReport(run_dir),

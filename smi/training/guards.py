@@ -28,7 +28,9 @@ def explain_loss(model: nn.Module, loss: Loss, batches: Sequence[PackedBatch]) -
         for number, batch in enumerate(batches, 1):
             with _outputs(model) as seen:
                 value = float(loss(batch))
-            name, bad = next(((name, bad) for name, bad in seen if bad.any()), ("", None))
+            name = next((name for name, bad in seen if bad.any()), "")
+            # a row in pieces has been through the layer as often as it has pieces
+            bad = torch.cat([part for other, part in seen if other == name], -1) if name else None
             if math.isfinite(value) and bad is None:
                 continue
             where = f"first in the output of {name}" if bad is not None else "behind the last layer"
@@ -68,7 +70,7 @@ def explain_gradient(model: nn.Module, loss: Loss, batches: Sequence[PackedBatch
 @contextmanager
 def _outputs(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     """Of each block and of what stands around them, in the order they run: the name, and which positions of the
-    first output are not finite, bool [..., T]."""
+    first output are not finite, bool [..., T]; [S, L] where documents are padded."""
     seen: list[tuple[str, Tensor]] = []
 
     def hook(name: str) -> Callable[..., None]:
@@ -98,6 +100,9 @@ def _documents(batch: PackedBatch, bad: Tensor | None) -> str:
     numbers = list(range(batch.documents))
     if bad is not None and bad.numel() == batch.tokens:
         numbers = batch.document_ids[bad.view(1, -1)].unique().tolist()
+    elif bad is not None and bad.shape[0] == batch.documents:
+        lengths = batch.cu_seqlens.diff().tolist()
+        numbers = [s for s, length in enumerate(lengths) if bad[s, :length].any()]
     names = [str(s) if batch.origin is None else batch.origin.where(s) for s in numbers[:NAMED]]
     more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
     what = "documents" if batch.origin is None else "documents from"

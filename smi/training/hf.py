@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
-from smi.config import Config
+from smi.config import Config, TuningConfig
 from smi.data.batch import PackedBatch
 from smi.model.checkpoint import publish_over
 from smi.protocol.tokens import grow_embeddings
@@ -24,6 +25,7 @@ from smi.tokenizer import Tokenizer
 from smi.training.loss import LossSums
 from smi.training.module import Optimization, SMIModule
 from smi.training.origin import attribution, read_origin
+from smi.training.tuning import plain_weights
 
 log = logging.getLogger("smi")
 
@@ -234,6 +236,26 @@ def build_hf_module(model: PreTrainedModel, optimization: Optimization) -> HFMod
     return HFModule(model, optimization, packed=packed)
 
 
+def trained_hf(weights: Mapping[str, Tensor], origin: Path, tuning: TuningConfig) -> PreTrainedModel:
+    """`smi.training.export.trained_model` for a run with ``model=hf``.
+
+    Raises ValueError for weights that are not those of the whole model whose config.json is in `origin`.
+    """
+    own, _ = plain_weights(weights, tuning)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(origin / "base"), dtype=torch.float32)
+    [table] = [name for name, value in model.named_parameters() if value is model.get_input_embeddings().weight]
+    if table not in own:
+        raise ValueError(f"the checkpoint does not hold a whole {type(model).__name__}: {table} is missing")
+    model.resize_token_embeddings(own[table].shape[0], mean_resizing=False)
+    try:
+        model.load_state_dict(own)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint does not hold a whole {type(model).__name__}: {error}") from error
+    return model.eval()
+
+
+@torch.no_grad()
 def export_hf(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -245,6 +267,8 @@ def export_hf(
     origin: Path | None = None,
 ) -> Path:
     """`smi.training.export.export_model` for a model of transformers: `directory`, whole or not at all.
+
+    The model goes to the processor for it, where what is read back is compared: weights bit for bit, and logits.
 
     Raises:
         ValueError: a directory that has something else in it.
@@ -261,11 +285,16 @@ def export_hf(
     shutil.rmtree(draft, ignore_errors=True)
     eot = tokenizer.structural.eot
     model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_id, eot], pad_token_id=tokenizer.eos_id)
+    model = model.cpu().eval()
     model.save_pretrained(draft)
     again = AutoModelForCausalLM.from_pretrained(draft, dtype=model.dtype)
     weights = model.state_dict()
-    if wrong := [name for name, value in again.state_dict().items() if not torch.equal(value, weights[name].cpu())]:
+    if wrong := [name for name, value in again.state_dict().items() if not torch.equal(value, weights[name])]:
         raise RuntimeError(f"the export does not read back: {draft} has other values in {', '.join(wrong)}")
+    ids = torch.arange(PROBE[0])[None]
+    found, wanted = (each(input_ids=ids, use_cache=False).logits for each in (again, model))
+    if not _alike(found, wanted):
+        raise RuntimeError(f"the export does not read back: logits of {draft} are off")
     tokenizer.save_pretrained(draft)
     (draft / "config.yaml").write_text(config_yaml, encoding="utf-8")
     section = ""

@@ -28,6 +28,7 @@ from smi.runtime.turn import Reply
 from smi.tokenizer import Tokenizer
 from smi.training.loggers import append_lines
 from smi.training.module import SMIModule
+from smi.training.tuning import merged
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -49,8 +50,8 @@ class Samples(L.Callback):
     figures, and the shares of them that parse, name a declared tool, have valid arguments, and are the expected ones.
     Weights, gradients, random numbers and the model's mode are left as they were.
 
-    Rank 0 does it alone, so a model whose parameters are spread over ranks has no samples; nor has one with layers
-    that the runtime does not know. Both are said once.
+    Rank 0 does it alone, so a model whose parameters are spread over ranks has no samples; nor has one that is not
+    RWKV-7. Both are said once.
     """
 
     def __init__(self, how: SamplesConfig, run_dir: Path):
@@ -90,12 +91,8 @@ class Samples(L.Callback):
 def _reason_against(trainer: L.Trainer, module: SMIModule) -> str | None:
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         return "its parameters are spread over ranks"
-    model = module.model
-    adapted = any(type(part).__module__.startswith("peft.") for part in model.modules())
-    if adapted or not isinstance(model, RWKV7ForCausalLM):
-        return "the runtime does not know its layers"
-    if module.initial_state is not None:
-        return "the runtime starts from no tuned state"
+    if not isinstance(module.model, RWKV7ForCausalLM):
+        return "the runtime runs RWKV-7 alone"
     return None
 
 
@@ -134,7 +131,7 @@ def write_samples(
     modes = [(module, module.training) for module in model.modules()]
     devices = [model.head.weight.device] if model.head.weight.device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(devices), merged(model):
             runtime = Runtime(model, tokenizer, capacity=len(asked), time_state=time_state)
             written = replies(runtime, [prompt.stream for prompt in asked], Limits(max_tokens))
     finally:

@@ -68,6 +68,7 @@ def fit(trainer: L.Trainer, module: L.LightningModule, data: dict[str, Any], che
 
     Raises:
         SystemExit: another process failed, and has said why.
+        KeyboardInterrupt, SIGTERMException: the run was stopped.
     """
     try:
         trainer.fit(module, **data, ckpt_path=checkpoint, weights_only=True)
@@ -75,6 +76,9 @@ def fit(trainer: L.Trainer, module: L.LightningModule, data: dict[str, Any], che
         failed = _end_children(getattr(trainer.strategy.launcher, "procs", []), error)
         if isinstance(error, RuntimeError) and failed:
             raise SystemExit(failed) from None
+        if isinstance(error.__context__, KeyboardInterrupt):
+            # lightning makes it an exit with 1, as though something were wrong
+            raise KeyboardInterrupt from None
         raise
 
 

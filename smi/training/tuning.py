@@ -1,7 +1,8 @@
 """What trains: all of a model, all but some of it, low-rank additions to its matrices, or its initial state alone."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,9 +26,9 @@ _READ_BY = {
 }
 
 
-# peft's names: of our adapters, and of the weight that one belongs to
+# peft's names: of our adapters, and of the layer that one belongs to
 _ADAPTER = "default"
-_BASE = "base_layer.weight"
+_BASE = "base_layer"
 
 
 class InitialState(nn.Module):
@@ -123,6 +124,23 @@ def merge_adapters(model: nn.Module) -> None:
         model.set_submodule(name, adapted.get_base_layer())
 
 
+@contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    """LoRA's products in their matrices for a while, for what reads those alone; afterwards the matrices are what they
+    were to the last bit, in the same memory. The device needs none for it: the originals wait in the processor's."""
+    kept: list[tuple[Any, Tensor]] = []
+    try:
+        for layer in (module for module in model.modules() if hasattr(module, "lora_A")):
+            adapted: Any = layer
+            kept.append((adapted, adapted.weight.detach().to("cpu", copy=True)))
+            adapted.merge()
+        yield
+    finally:
+        for layer, weight in kept:
+            layer.weight.data.copy_(weight)
+            layer.merged_adapters.clear()
+
+
 def plain_weights(stored: Mapping[str, Tensor], how: TuningConfig) -> tuple[dict[str, Tensor], Tensor | None]:
     """The weights of a plain model from a checkpoint's ``state_dict``, by the model's names, and the initial state
     [L, H, V, K] that was tuned, if one was.
@@ -130,10 +148,12 @@ def plain_weights(stored: Mapping[str, Tensor], how: TuningConfig) -> tuple[dict
     Does for a file what `merge_adapters` does for a model that is there.
     """
     weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
-    for name in [name for name in weights if name.endswith(f".{_BASE}")]:
-        layer = name.removesuffix(_BASE)
-        down, up = (weights.pop(f"{layer}lora_{side}.{_ADAPTER}.weight") for side in "AB")
-        weights[f"{layer}weight"] = weights.pop(name) + how.alpha / how.rank * up @ down
+    for name in [name for name in weights if f".{_BASE}." in name]:
+        layer, kind = name.split(f"{_BASE}.")
+        weights[layer + kind] = weights.pop(name)
+        if kind == "weight":
+            down, up = (weights.pop(f"{layer}lora_{side}.{_ADAPTER}.weight") for side in "AB")
+            weights[layer + kind] = weights[layer + kind] + how.alpha / how.rank * up @ down
     return weights, stored.get("initial_state.time_state")
 
 

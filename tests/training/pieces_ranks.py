@@ -1,10 +1,6 @@
-"""Two ranks over gloo, of which one has a long document: ``python -m torch.distributed.run --nproc-per-node 2`` this.
-
-Trains for two steps and writes the weights of each rank to FOLDER/RANK.pt.
-"""
+"""Two ranks over gloo, of which one has a long document."""
 
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,13 +28,10 @@ def subject() -> SMIModule:
     return made
 
 
-def main() -> None:
+def main(folder: Path) -> None:
+    """Trains for two steps and writes the weights of each rank to FOLDER/RANK.pt."""
     rank = int(os.environ["RANK"])
     made = subject()
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60))
     trainer(devices=2, strategy=strategy, accumulate_grad_batches=2).fit(made, FixedBatches(batches()[rank]))
-    torch.save(made.state_dict(), Path(sys.argv[1]) / f"{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()
+    torch.save(made.state_dict(), folder / f"{rank}.pt")

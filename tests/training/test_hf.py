@@ -20,6 +20,7 @@ from transformers import (
 from smi.data.batch import pack
 from smi.data.recipe import build_tokenizer
 from smi.data.synthetic import SyntheticTools
+from smi.export import export_run
 from smi.protocol.codec import encode
 from smi.protocol.conversation import to_stream
 from smi.protocol.tokens import BlockType
@@ -181,6 +182,20 @@ def test_train_resume_export_reload(make, more, tokenizer, checkpoint, tmp_path)
     # transformers' own tokenizer has the structural tokens where the model has them
     theirs = AutoTokenizer.from_pretrained(export)
     assert theirs.convert_tokens_to_ids("<|usr|>") == tokenizer.structural.id(BlockType.USR)
+    # any checkpoint of it becomes the same by the command
+    late = export_run(tmp_path / "run", ["hf"])
+    assert late.name == "export-hf"
+    assert {file.name for file in late.iterdir()} == {file.name for file in export.iterdir()}
+    assert (late / "config.json").read_text() == (export / "config.json").read_text()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(late)(ids).logits, model(ids).logits)
+    early = load_file(export_run(tmp_path / "run" / "checkpoints" / "step-2.ckpt", ["hf"]) / "model.safetensors")
+    assert set(early) == set(weights)
+    assert any(not torch.equal(early[name], weights[name]) for name in weights)
+    for other in (["native"], ["hf", "fla"]):
+        with pytest.raises(ValueError, match="trains a model of transformers: --to hf; native and fla are layouts"):
+            export_run(tmp_path / "run", other)
     # what was exported is a checkpoint to start from, whose structural rows are kept
     rows = model.get_input_embeddings().weight[tokenizer.structural.ids[0] :]
     further = build_model(config(tmp_path / "next", "model=hf", f"model.pretrained={export}"), tokenizer)
@@ -201,6 +216,10 @@ def test_lora_for_a_llama(checkpoint, tmp_path):
     weights, before = load_file(export / "model.safetensors"), load_file(f"{start}/model.safetensors")
     resumed = load_file(again / "model.safetensors")
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    late = load_file(export_run(tmp_path / "run", ["hf"]) / "model.safetensors")
+    assert set(late) == set(weights)
+    for name, value in weights.items():
+        torch.testing.assert_close(late[name], value)
     moved = {name for name in before if not torch.equal(weights[name][: len(before[name])], before[name])}
     layers = {f"model.layers.{i}.self_attn.{name}_proj.weight" for i in (0, 1) for name in "qv"}
     assert moved == layers | {"model.embed_tokens.weight", "lm_head.weight"}

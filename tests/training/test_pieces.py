@@ -1,10 +1,6 @@
 """Documents that are longer than a row: read in pieces that hand the state on."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -12,6 +8,7 @@ import pytest
 import torch
 from shards import example as document
 from test_module import Gradients, module, trainer
+from two_ranks import run_on_two_ranks
 
 from smi.data.batch import PackedBatch, pack, piece_ends, pieces
 from smi.data.loader import FixedBatches
@@ -195,12 +192,7 @@ def test_ranks_with_different_numbers_of_pieces(tmp_path):
     (first, second), alone = pieces_ranks.batches(), pieces_ranks.subject()
     together = [*first[:2], *second[:2], *first[2:], *second[2:]]
     trainer(accumulate_grad_batches=4).fit(alone, FixedBatches(together))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
-    subprocess.run(
-        [*command, str(here / "pieces_ranks.py"), str(tmp_path)], check=True, env=os.environ | {"PYTHONPATH": path}
-    )
+    run_on_two_ranks(pieces_ranks.main, tmp_path)
     want = alone.state_dict()
     for rank in (0, 1):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

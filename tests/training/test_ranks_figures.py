@@ -1,12 +1,9 @@
 """Figures, guards and SIGTERM on two ranks over gloo."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import ranks_figures
 from small_run import fit, small_config
+from two_ranks import run_on_two_ranks
 
 from smi.training.checkpoint import list_checkpoints
 from smi.training.loggers import read_history
@@ -15,12 +12,7 @@ from smi.training.loggers import read_history
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).parent.parent / "ranks_figures.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, folder]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_two_ranks(ranks_figures.main, folder)
     return folder
 
 

@@ -49,7 +49,8 @@ def images(page):
 
 
 def test_a_finished_run(tmp_path):
-    fit(small_config(tmp_path, "callbacks=default", "callbacks.samples.max_tokens=24", "trainer.max_steps=2"))
+    samples = ["callbacks=default", "callbacks.samples.max_tokens=24"]
+    fit(small_config(tmp_path, *samples, "trainer.max_steps=2"), drawn=True)
     page = read(tmp_path)
     assert "Finished after 2 steps." in page.text
     assert len(images(page)) == 5
@@ -101,7 +102,7 @@ def test_a_failed_run_says_why(tmp_path):
             module.model.rwkv7.blocks[1].ffn.key.weight.fill_(torch.nan)
 
     with pytest.raises(FloatingPointError):
-        fit(small_config(tmp_path), callbacks=[At(2, fail)])
+        fit(small_config(tmp_path), callbacks=[At(2, fail)], drawn=True)
     page = read(tmp_path)
     assert "Failed in step 3: FloatingPointError: the loss of step 3 is nan: first in the output of" in page.text
     assert "documents from synthetic: row" in page.text

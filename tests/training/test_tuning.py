@@ -12,12 +12,17 @@ from smi.data.recipe import build_tokenizer
 from smi.export import export_run
 from smi.model import RWKV7Config, RWKV7ForCausalLM
 from smi.model.checkpoint import load_pretrained, save_native, save_pretrained
+from smi.model.modeling import RWKV7State
 from smi.model.time_state import load_time_state, save_time_state
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
+from smi.runtime.decoding import Decoder
 from smi.runtime.loading import load_runtime
+from smi.train import train
+from smi.training.loggers import read_lines
 from smi.training.models import build_model
-from smi.training.tuning import InitialState, describe, merge_adapters, plain_weights, tune
+from smi.training.samples import SAMPLES_FILE
+from smi.training.tuning import InitialState, describe, merge_adapters, merged, plain_weights, tune
 
 MATRICES = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value")
 
@@ -149,6 +154,64 @@ def test_a_lora_run_resumes_and_exports_a_plain_model(start, tmp_path):
     # the same from its last checkpoint
     late = load_file(export_run(tmp_path / "run", ["hf"]) / "model.safetensors")
     torch.testing.assert_close(late, new)
+
+
+def test_layers_with_a_bias_come_back_from_a_file():
+    """As some models of transformers have them."""
+    model = torch.nn.ModuleDict({"query": torch.nn.Linear(6, 5), "output": torch.nn.Linear(5, 6)})
+    how = TuningConfig(kind="lora", rank=2, alpha=6, targets=["query"])
+    tune(model, how)
+    torch.nn.init.normal_(model["query"].lora_B["default"].weight)
+    stored = {f"model.{name}": value.clone() for name, value in model.state_dict().items()}
+    merge_adapters(model)
+    weights, _ = plain_weights(stored, how)
+    assert set(weights) == set(model.state_dict())
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value)
+
+
+def test_a_matrix_is_merged_for_a_while_and_is_then_what_it_was():
+    model, ids = tiny(), torch.arange(20)[None]
+    tune(model, TuningConfig(kind="lora", rank=4))
+    for module in model.modules():
+        if hasattr(module, "lora_B"):
+            torch.nn.init.normal_(module.lora_B["default"].weight)
+    before, want = {name: value.clone() for name, value in model.state_dict().items()}, model(ids).logits
+    with torch.no_grad(), merged(model):
+        torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
+        # what reads the matrices past their layers
+        state = RWKV7State.fresh(model.config, 1, model.device)
+        decoder = Decoder(model)
+        for token in range(20):
+            found = decoder.step(torch.tensor([token]), state)
+        torch.testing.assert_close(found, want[:, -1], rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(ids).logits, want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["lora", "state"])
+def test_what_is_tuned_writes_samples_and_learns_the_same(kind, start, tmp_path):
+    kept = []
+    for name in ("without", "with"):
+        samples = ["callbacks=default", "callbacks.samples.every=1", "callbacks.samples.max_tokens=16"]
+        how = config(
+            tmp_path / name,
+            *[*SHAPE, "model.head_dim=32", *_free_shape(), f"model.pretrained={start}", f"tuning.kind={kind}"],
+            *["trainer.max_steps=2", "trainer.export=[native]", "optim.lr=0.5"],
+            *(samples if name == "with" else ["callbacks=none"]),
+        )
+        train(how)
+        kept.append(torch.load(tmp_path / name / "checkpoints" / "step-2.ckpt", weights_only=True)["state_dict"])
+    here, there = kept
+    assert all(torch.equal(here[name], there[name]) for name in here)
+    rows = read_lines(tmp_path / "with" / SAMPLES_FILE)
+    assert {row["step"] for row in rows} == {1, 2}
+    # it hears what was learned
+    asked = len(rows) // 2
+    firsts, lasts = rows[:asked], rows[asked:]
+    assert [row["prompt"] for row in firsts] == [row["prompt"] for row in lasts]
+    assert [row["reply"] for row in firsts] != [row["reply"] for row in lasts]
 
 
 def _free_shape() -> list[str]:

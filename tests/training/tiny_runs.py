@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
+from small_run import undrawn
 
 from smi.composing import config_dir, judge, register
 from smi.config import Config
@@ -39,11 +40,13 @@ def config(run_dir: Path, *overrides: str, small: list[str] = SMALL) -> Config:
 def train_and_resume(how: Config, step: int = 2) -> tuple[Path, Path]:
     """The exports of a run, and of the same run gone on with from its checkpoint of `step`."""
     whole = Path(how.paths.run_dir)
-    train(how)
+    with undrawn():
+        train(how)
     again = whole.with_name(f"{whole.name}_again")
     (again / "checkpoints").mkdir(parents=True)
     shutil.copy(whole / "checkpoints" / f"step-{step}.ckpt", again / "checkpoints")
     written = yaml.safe_load((whole / "config.yaml").read_text())
     (again / "config.yaml").write_text(yaml.safe_dump(written))
-    train(replace(how, resume="auto", paths=replace(how.paths, run_dir=str(again))))
+    with undrawn():
+        train(replace(how, resume="auto", paths=replace(how.paths, run_dir=str(again))))
     return whole / "export", again / "export"
