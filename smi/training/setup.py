@@ -97,7 +97,7 @@ def evaluate_tasks(config: Config, module: SMIModule, tokenizer: Tokenizer, cons
     scores = score_actions(module.model, tokenizer, conversations, time_state=module.time_state)
     of = f"of {scores.generated}"
     console.print(
-        f"\n{len(conversations)} conversations about tasks held out of training:\n"
+        f"\nconversations about tasks held out of training: {len(conversations)}\n"
         f"  {scores.generated} actions written, {scores.expected} expected\n"
         f"  {scores.parsed} {of} parse, {scores.declared} {of} name a declared tool, "
         f"{scores.valid} {of} have valid arguments ({scores.valid_share:.1%})\n"
