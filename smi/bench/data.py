@@ -220,11 +220,13 @@ def _rows(tokens: np.ndarray, words: np.ndarray, rng: np.random.Generator) -> pa
     ids = np.concatenate([words[start : start + CAPACITY] for start in starts])[:total]
     runs = np.stack([tokens // 2, tokens - tokens // 2], axis=1).ravel().astype(np.int32)
     kinds, supervised = np.tile(np.array([4, 7], np.uint8), count), np.tile([False, True], count)
-    fields = list(SCHEMA.field("blocks").type.value_type)
+    ids_type, runs_type = SCHEMA.field("input_ids").type, SCHEMA.field("blocks").type
+    fields = list(runs_type.value_type)
     members = pa.StructArray.from_arrays([pa.array(kinds), pa.array(supervised), pa.array(runs)], fields=fields)
+    places = pa.array(np.arange(count + 1, dtype=np.int32) * 2)
     columns = {
-        "input_ids": pa.ListArray.from_arrays(pa.array(bounds), pa.array(ids)),
-        "blocks": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * 2), members),
+        "input_ids": pa.ListArray.from_arrays(pa.array(bounds), pa.array(ids), type=ids_type),
+        "blocks": pa.ListArray.from_arrays(places, members, type=runs_type),
         "tokens": pa.array(tokens.astype(np.int32)),
         "supervised_tokens": pa.array((tokens - tokens // 2).astype(np.int32)),
     }

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from smi.data.batch import Origin, PackedBatch
 
 
-# packs that share memory: few enough for the allocator to use the same memory again and again
-PACKS_AT_ONCE = 64
+# tokens of packs that share memory, 9 MB: enough to make light of what a part costs, few enough for the allocator to
+# use the same memory again and again
+TOKENS_AT_ONCE = 1 << 19
 # such parts that each thread runs ahead
-AHEAD = 4
+AHEAD = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +88,15 @@ def read_batches(
         needed = [] if window is None else np.unique(corpus.groups_of(window.members)).tolist()
         return {n: groups.get(n) or _read(submit, corpus, n) for n in needed}
 
+    at_once = max(1, TOKENS_AT_ONCE // capacity)
     ahead: deque[Future[list[PackedBatch]]] = deque()
     following: dict[int, Future[RowGroup]] | None = None
     try:
         for window, after in pairwise(chain(chosen, [None])):
             assert window is not None
             groups = read(window, {}) if following is None else following
-            for first in range(0, window.bounds.size - 1, PACKS_AT_ONCE):
-                part = window.select(slice(first, first + PACKS_AT_ONCE))
+            for first in range(0, window.bounds.size - 1, at_once):
+                part = window.select(slice(first, first + at_once))
                 ahead.append(submit(_lay_out, corpus, part, groups, capacity, piece))
                 if first == 0:
                     # reading holds no lock: it goes on while the rest of this window is laid out

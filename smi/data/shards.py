@@ -26,15 +26,20 @@ from smi.protocol.codec import Example
 
 COMPRESSION_LEVEL = 3
 
+
+def _member(name: str, kind: pa.DataType) -> pa.Field:
+    # that no member is null halves the time it takes to read a list
+    return pa.field(name, kind, nullable=False)
+
+
+_RUN = pa.struct([_member("type", pa.uint8()), _member("supervised", pa.bool_()), _member("tokens", pa.int32())])
+
 SCHEMA = pa.schema(
     [
         ("source", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
+        ("input_ids", pa.list_(_member("element", pa.int32()))),
         # runs of tokens, in order: what block they are of, and whether they are supervised as targets
-        (
-            "blocks",
-            pa.list_(pa.struct([("type", pa.uint8()), ("supervised", pa.bool_()), ("tokens", pa.int32())])),
-        ),
+        ("blocks", pa.list_(_member("element", _RUN))),
         ("tokens", pa.int32()),
         ("supervised_tokens", pa.int32()),
         # sha256 of the canonical conversation; what is held out for validation depends on it alone
@@ -48,6 +53,8 @@ SCHEMA = pa.schema(
 )
 """Columns of a shard."""
 
+# the upper halves of ids are nearly all alike: apart from the lower ones they take a fifth less room, and less time
+_ENCODINGS = {"input_ids.list.element": "BYTE_STREAM_SPLIT"}
 _DICTIONARIES = ["source", "blocks.list.element.type", "blocks.list.element.supervised", "tools_json", "smi_ctrl"]
 
 
@@ -71,16 +78,15 @@ def runs(examples: list[Example], starts: np.ndarray) -> pa.Array:
     supervised = np.concatenate([example.loss_mask for example in examples])[first]
     tokens = np.diff(first, append=ids.size).astype(np.int32)
     offsets = np.searchsorted(first, np.concatenate(([0], ends))).astype(np.int32)
-    fields = SCHEMA.field("blocks").type.value_type
-    members = pa.StructArray.from_arrays([pa.array(kinds), pa.array(supervised), pa.array(tokens)], fields=list(fields))
-    return pa.ListArray.from_arrays(pa.array(offsets), members)
+    members = pa.StructArray.from_arrays([pa.array(kinds), pa.array(supervised), pa.array(tokens)], fields=list(_RUN))
+    return pa.ListArray.from_arrays(pa.array(offsets), members, type=SCHEMA.field("blocks").type)
 
 
 def ids_column(examples: list[Example]) -> pa.Array:
     """The column `input_ids` of some examples."""
     offsets = np.cumsum([0, *(example.input_ids.size for example in examples)], dtype=np.int32)
     values = np.concatenate([np.empty(0, np.int32), *(example.input_ids for example in examples)])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, pa.int32()))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=SCHEMA.field("input_ids").type)
 
 
 def examples(batch: pa.RecordBatch) -> list[Example]:
@@ -154,6 +160,7 @@ class ShardFile:
             compression="zstd",
             compression_level=COMPRESSION_LEVEL,
             use_dictionary=_DICTIONARIES,  # pyright: ignore[reportArgumentType]
+            column_encoding=_ENCODINGS,
             # least and greatest texts serve nobody, and cost a quarter of the time
             write_statistics=["tokens", "supervised_tokens"],  # pyright: ignore[reportArgumentType]
         )
