@@ -166,8 +166,9 @@ class HardwareConfig:
     command, on one node), torchrun or slurm. `max_micro_batch`: packs that a device takes at a time, at most; the
     largest number that divides its share of `trainer.batch_size` evenly is taken, see `smi.hardware.split_batch`.
     `activation_checkpointing`: blocks keep their inputs alone and are computed again for backward. `workers`: threads
-    that read a prepared mixture ahead; `compile_workers`: processes that compile rows that are not prepared, with 0
-    a thread beside the training does so. `memory_gib`: a device's memory in GiB, to hold the estimate against.
+    that read a prepared mixture ahead; `compile_workers`: processes that compile rows that are not prepared, beside
+    each device's own; with 0 a thread of that one does so. `memory_gib`: a device's memory in GiB, to hold the
+    estimate against.
     `threads`: torch's on the CPU; null leaves them alone. `peak_tflops`: what a device could do
     at best in this precision, for the utilisation that is logged; null takes a known device's.
     """

@@ -58,6 +58,24 @@ class Stretch:
         return f"{self.source}: {self.block.path}, block at {self.block.start}"
 
 
+def shuffled_blocks(source: SourceSpec, root: str | Path, order: str, *, held_out: bool = False) -> list[Block]:
+    """The blocks of a source's files in the order that the text `order` seeds.
+
+    Raises ValueError for files that are not there, cannot be opened or lack columns; each named.
+    """
+    adapter = adapter_for(source)
+    blocks: list[Block] = []
+    for file in find_files(source, root, held_out=held_out):
+        if missing := missing_columns(file, adapter.needs):
+            raise ValueError(
+                f"source {source.name!r}: {file} has no column {missing[0]}, which the adapter "
+                f"{adapter.name!r} needs; it has {', '.join(missing[1])}"
+            )
+        blocks += list_blocks(file)
+    Random(f"{order}/{source.name}").shuffle(blocks)
+    return blocks
+
+
 def stretches(source: SourceSpec, root: str | Path, seed: int | str, part: tuple[int, int] = (0, 1)) -> list[Stretch]:
     """The stretches of a source, its blocks in the order that the seed gives.
 
@@ -66,16 +84,7 @@ def stretches(source: SourceSpec, root: str | Path, seed: int | str, part: tuple
 
     Raises ValueError for files that are not there, cannot be opened or lack columns; each named.
     """
-    adapter = adapter_for(source)
-    blocks: list[Block] = []
-    for file in find_files(source, root):
-        if missing := missing_columns(file, adapter.needs):
-            raise ValueError(
-                f"source {source.name!r}: {file} has no column {missing[0]}, which the adapter "
-                f"{adapter.name!r} needs; it has {', '.join(missing[1])}"
-            )
-        blocks += list_blocks(file)
-    Random(f"{seed}/{source.name}").shuffle(blocks)
+    blocks = shuffled_blocks(source, root, str(seed))
     pieces = [(block, *piece) for block in blocks for piece in _bounds(block)]
     return [Stretch(source.name, i, *piece) for i, piece in enumerate(pieces[part[0] :: part[1]])]
 

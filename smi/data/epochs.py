@@ -10,12 +10,11 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from random import Random
 
 import pyarrow as pa
 
 from smi.data.adapters import adapter_for
-from smi.data.compiling import RowCompiler, Stretch, stretches
+from smi.data.compiling import RowCompiler, Stretch, shuffled_blocks, stretches
 from smi.data.pipeline import (
     AnySource,
     Compiler,
@@ -28,7 +27,7 @@ from smi.data.pipeline import (
     weight_of,
 )
 from smi.data.shards import examples
-from smi.data.sources import Location, SourceSpec, file_name, find_files, list_blocks, missing_columns, read_block
+from smi.data.sources import Location, SourceSpec, file_name, read_block
 from smi.data.workers import Workers
 from smi.protocol.codec import PlainTokenizer
 from smi.protocol.stream import ProtocolError
@@ -54,6 +53,7 @@ class Ahead:
         self._work = RowCompiler(files, root, tokenizer, sys.maxsize, canonical=False)
         self._each = max(1, count // max(1, len(files)))
         self._pools: list[Workers[Stretch]] = []
+        # of sources; one that is in use belongs to its reader, who may let go of it late
         self._idle: dict[str, Workers[Stretch]] = {}
 
     def rows(self, source: SourceSpec, order: str) -> Iterator[Raw]:
@@ -66,18 +66,15 @@ class Ahead:
             # a row is given all the time it takes, as where it is compiled by its reader
             pool = Workers(self._work, self._each, math.inf)
             self._pools.append(pool)
-        done = False
         try:
             for stretch, chunk in pool.run(((task, 0) for task in stretches(source, self.root, order)), _all):
                 if chunk is not None:
                     yield from self._documents(stretch, chunk)
-            done = True
-        finally:
-            if done:
-                self._idle[source.name] = pool
-            else:
-                # left in the midst of it: nobody waits for the rest
-                pool.close()
+        except BaseException:
+            # left in the midst of it: nobody waits for the rest
+            pool.close()
+            raise
+        self._idle[source.name] = pool
 
     def _documents(self, stretch: Stretch, chunk: pa.RecordBatch) -> Iterator[Raw]:
         file = file_name(stretch.block.path, self.root)
@@ -125,15 +122,7 @@ def raw_rows(
     if ahead is not None:
         return ahead.rows(source, order)
     adapter = adapter_for(source)
-    files = find_files(source, root, held_out=held_out)
-    for file in files:
-        if missing := missing_columns(file, adapter.needs):
-            raise ValueError(
-                f"source {source.name!r}: {file} has no column {missing[0]}, which the adapter "
-                f"{adapter.name!r} needs; it has {', '.join(missing[1])}"
-            )
-    blocks = [block for file in files for block in list_blocks(file)]
-    Random(f"{order}/{source.name}").shuffle(blocks)
+    blocks = shuffled_blocks(source, root, order, held_out=held_out)
 
     def read() -> Iterator[Raw]:
         for block in blocks:
