@@ -11,12 +11,11 @@ Every head of every segment is computed by one thread, in one order: results do 
 are (`torch.get_num_threads`), nor on what else is in the row.
 """
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,8 +25,11 @@ from torch.autograd.function import once_differentiable
 from smi_kernels.backend import Backend, Verdict
 from smi_kernels.inputs import segment_bounds
 
-# how `cpu_loops` is told the dtype of a tensor
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+if TYPE_CHECKING:
+    from smi_kernels.compiled import Loop
+
+# how compiled loops are told the dtype of a tensor
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # head sizes are multiples of it: two AVX-512 vectors, four of AVX2
 _SIZE_STEP = 32
 _FEATURES = ("avx2", "fma", "f16c")
@@ -49,16 +51,6 @@ def _missing_features() -> tuple[str, ...]:
     return tuple(name for name in _FEATURES if not features.get(name, False))
 
 
-@cache
-def _pool(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="wkv7")
-
-
-if hasattr(os, "register_at_fork"):
-    # a forked child has the pools of its parent, but none of their threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
 def _segments(shape: torch.Size, bounds: tuple[int, ...] | None) -> tuple[np.ndarray, int]:
     """int64 [S, 5], the longest first: row of the batch, first token, tokens, segment, first window; and the number
     of windows in all."""
@@ -72,32 +64,22 @@ def _segments(shape: torch.Size, bounds: tuple[int, ...] | None) -> tuple[np.nda
     return np.array(table, np.int64), windows
 
 
-def _in_parallel(loop: Callable, tensors: Sequence[Tensor], states: Sequence[Tensor], segments: np.ndarray) -> None:
-    """Lets each thread take jobs until none is left; the calling thread is one of them.
+def _in_parallel(loop: "Loop", tensors: Sequence[Tensor], states: Sequence[Tensor], segments: np.ndarray) -> None:
+    """Lets each thread take jobs until none is left.
 
     tensors: [B, T, H, N] each, in the order of the loop's operands; states: contiguous, in the order of its arguments.
     """
     heads, size = tensors[0].shape[2:]
     threads = min(torch.get_num_threads(), len(segments) * heads)
     scratch = torch.empty(threads, _loops().scratch_size(size))
-    counter = np.zeros(1, np.int64)
     # address, strides of B, T and H in bytes, kind
-    table = [(x.data_ptr(), *(step * x.element_size() for step in x.stride()[:3]), _KINDS[x.dtype]) for x in tensors]
-    operands = np.array(table, np.int64)
+    table = [(x.data_ptr(), *(step * x.element_size() for step in x.stride()[:3]), KINDS[x.dtype]) for x in tensors]
+    operands, taken = np.array(table, np.int64), np.zeros(1, np.int64)
     # the address of an empty tensor is 0, which tells the loop that there is none
-    addresses = [x.data_ptr() for x in states]
-
-    # `alive`: should an interrupt unwind the caller, a thread that is still at work must find its memory
-    def work(thread: int, alive: tuple) -> None:
-        loop(operands, segments, heads, size, *addresses, scratch[thread].data_ptr(), counter.ctypes.data)
-
-    alive = (tensors, states)
-    others = [_pool(threads - 1).submit(work, thread, alive) for thread in range(1, threads)]
-    work(0, alive)
-    for other in others:
-        # one that has not begun (busy with another caller's jobs) would find nothing left to do
-        if not other.cancel():
-            other.result()
+    addresses = [x.data_ptr() for x in [*states, scratch]]
+    loop.run(
+        threads, operands.ctypes.data, segments.ctypes.data, len(segments), heads, size, *addresses, taken.ctypes.data
+    )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -147,7 +129,7 @@ def verify(device: torch.device, dtype: torch.dtype, head_size: int) -> Verdict:
     """Takes float32, bfloat16 and float16 on an x86 processor with AVX2, FMA and F16C; see `Backend`."""
     if device.type != "cpu":
         return Verdict(False, f"tensors are on {device.type}")
-    if dtype not in _KINDS:
+    if dtype not in KINDS:
         return Verdict(False, f"computes in float32, not in {str(dtype).removeprefix('torch.')}")
     if head_size % _SIZE_STEP:
         return Verdict(False, f"head size {head_size} is not a multiple of {_SIZE_STEP}")

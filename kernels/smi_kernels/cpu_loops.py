@@ -24,8 +24,7 @@ backward    goes through the windows from last to first and through a window in 
             where sa_t = S_{t-1} a_t. It is 10 multiply-adds an element, two loads, one store.
 """
 
-from numba import njit
-
+from smi_kernels.compiled import Loop, helper, table
 from smi_kernels.vectors import (
     BFLOAT16,
     FLOAT32,
@@ -61,24 +60,14 @@ ROWS = 16
 ADDRESS, BATCH_STRIDE, TIME_STRIDE, HEAD_STRIDE, KIND = range(5)
 BATCH, START, LENGTH, SEGMENT, FIRST_WINDOW = range(5)
 
-_helper = njit(error_model="numpy")
 
-
-def _entry(function):
-    options = {"error_model": "numpy", "nogil": True}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:
-        # neither this directory nor the user's cache can be written to: each process compiles for itself
-        return njit(**options)(function)
-
-
+@helper
 def scratch_size(size: int) -> int:
     """Floats of scratch that a thread needs for heads of `size`, forward or backward."""
     return size * size + 15 * (WINDOW + 2) * size + WINDOW * ROWS * size + 2 * ROWS * LANES
 
 
-@_helper
+@helper
 def _read(target, size, source, stride, kind, count):
     """`count` rows of `size` elements, `stride` bytes apart, to contiguous float32."""
     for t in range(count):
@@ -92,7 +81,7 @@ def _read(target, size, source, stride, kind, count):
             store(x, target + 4 * (t * size + i))
 
 
-@_helper
+@helper
 def _write(target, stride, kind, source, size, count):
     """The inverse of `_read`."""
     for t in range(count):
@@ -106,19 +95,19 @@ def _write(target, stride, kind, source, size, count):
                 store_float16(x, target + t * stride + 2 * i)
 
 
-@_helper
+@helper
 def _exp(rows, count):
     for i in range(0, 4 * count, VECTOR):
         store(exp(load(rows + i)), rows + i)
 
 
-@_helper
+@helper
 def _fill(rows, count, value):
     for i in range(0, 4 * count, VECTOR):
         store(value, rows + i)
 
 
-@_helper
+@helper
 def _at(operands, index, batch, token, head):
     return (
         operands[index, ADDRESS]
@@ -128,26 +117,26 @@ def _at(operands, index, batch, token, head):
     )
 
 
-@_helper
+@helper
 def _read_window(target, operands, index, batch, token, head, count, size):
     source = _at(operands, index, batch, token, head)
     _read(target, size, source, operands[index, TIME_STRIDE], operands[index, KIND], count)
 
 
-@_helper
+@helper
 def _write_window(operands, index, batch, token, head, source, count, size):
     target = _at(operands, index, batch, token, head)
     _write(target, operands[index, TIME_STRIDE], operands[index, KIND], source, size, count)
 
 
-@_helper
+@helper
 def _prefetch(operands, count, batch, token, head, offset):
     """Asks for the line `offset` bytes into a token's row, in each of the first `count` operands."""
     for i in range(count):
         prefetch(_at(operands, i, batch, token, head) + offset)
 
 
-@_helper
+@helper
 def _forward_window(state, count, size, r, e, k, v, a, b, o, sa, operands, batch, after, head):
     """Advances the transposed state [block, K, BLOCK] over `count` tokens; writes o and S a, [count, V] both.
 
@@ -185,7 +174,7 @@ def _forward_window(state, count, size, r, e, k, v, a, b, o, sa, operands, batch
             sa0, sa1 = next0, next1
 
 
-@_helper
+@helper
 def _load_state(state, source, size):
     """[V, K] to the transposed [block, K, BLOCK]."""
     for v in range(0, size, LANES):
@@ -194,7 +183,7 @@ def _load_state(state, source, size):
             transpose(target, 4 * BLOCK, source + 4 * (v * size + k), 4 * size)
 
 
-@_helper
+@helper
 def _save_state(target, tile_stride, row_stride, state, size):
     """The transposed state to rows of values: element (v, k) goes to k // LANES tiles, v rows and k % LANES floats."""
     for v in range(0, size, LANES):
@@ -203,12 +192,24 @@ def _save_state(target, tile_stride, row_stride, state, size):
             transpose(target + k // LANES * tile_stride + v * row_stride, row_stride, source, 4 * BLOCK)
 
 
-@_entry
-def forward(operands, segments, heads, size, initial, final, checkpoints, scratch, counter):
+@helper
+def _arguments(address, operands):
+    """What `cpu.py` hands to a loop: tables, sizes, three states; this thread's scratch; the count of jobs taken."""
+    thread = fetch_add(address)
+    a = table(address, 1, 11)[0]
+    scratch = a[9] + thread * 4 * scratch_size(a[5])
+    return (
+        table(a[1], operands, 5), table(a[2], a[3], 5), a[4], a[5], a[6], a[7], a[8], scratch, a[10],
+    )  # fmt: skip
+
+
+@Loop
+def forward(arguments):
     """Works on jobs until none is left.
 
     operands: r, w, k, v, a, b, o, sa.
     """
+    operands, segments, heads, size, initial, final, checkpoints, scratch, counter = _arguments(arguments, 8)
     flags = flush_denormals()
     row = 4 * size
     square = row * size
@@ -246,7 +247,7 @@ def forward(operands, segments, heads, size, initial, final, checkpoints, scratc
     restore_denormals(flags)
 
 
-@_helper
+@helper
 def _rebuild(history, start, start_tile, count, size, e, k, v, b, sa):
     """The states after 1 .. count tokens, `ROWS` of their rows: history[t] is [K / LANES, ROWS, LANES].
 
@@ -270,7 +271,7 @@ def _rebuild(history, start, start_tile, count, size, e, k, v, b, sa):
                 store(s, target + j * LANES)
 
 
-@_helper
+@helper
 def _sweep(grad, state, state_tile, size, e, a, r, k, b, dsa, do, v, sa, dw, da, dr, dk, db, partial):
     """Takes dS from token t to token t - 1: e, a, dsa, dw, da are rows of t, the others of t - 1; see the module.
 
@@ -303,12 +304,13 @@ def _sweep(grad, state, state_tile, size, e, a, r, k, b, dsa, do, v, sa, dw, da,
         store(db_i, db + i)
 
 
-@_entry
-def backward(operands, segments, heads, size, grad_final, grad_initial, checkpoints, scratch, counter):
+@Loop
+def backward(arguments):
     """Works on jobs until none is left.
 
     operands: r, w, k, v, a, b, sa, do, dr, dw, dk, dv, da, db.
     """
+    operands, segments, heads, size, grad_final, grad_initial, checkpoints, scratch, counter = _arguments(arguments, 14)
     flags = flush_denormals()
     row = 4 * size
     square = row * size

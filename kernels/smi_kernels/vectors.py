@@ -83,6 +83,12 @@ def one(typingctx):
 
 
 @intrinsic
+def full(typingctx, value):
+    """A number in every lane."""
+    return vector(types.float32), lambda context, builder, signature, args: _splat(builder, args[0])
+
+
+@intrinsic
 def load(typingctx, address):
     """`LANES` floats from `address` on."""
     return vector(types.int64), lambda context, builder, signature, args: _load(builder, args[0], _VECTOR)
@@ -124,6 +130,45 @@ def prefetch(typingctx, address):
 def mul(typingctx, x, y):
     """x * y"""
     return vector(vector, vector), lambda context, builder, signature, args: builder.fmul(*args)
+
+
+@intrinsic
+def add(typingctx, x, y):
+    """x + y"""
+    return vector(vector, vector), lambda context, builder, signature, args: builder.fadd(*args)
+
+
+@intrinsic
+def sub(typingctx, x, y):
+    """x - y"""
+    return vector(vector, vector), lambda context, builder, signature, args: builder.fsub(*args)
+
+
+@intrinsic
+def div(typingctx, x, y):
+    """x / y"""
+    return vector(vector, vector), lambda context, builder, signature, args: builder.fdiv(*args)
+
+
+@intrinsic
+def maximum(typingctx, x, y):
+    """The larger of x and y; y where x is NaN."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return vector(vector, vector), codegen
+
+
+@intrinsic
+def sqrt(typingctx, x):
+    """The square root."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_VECTOR, [_VECTOR])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.sqrt.v{LANES}f32"), args)
+
+    return vector(vector), codegen
 
 
 @intrinsic
@@ -259,14 +304,54 @@ def sums(typingctx, address):
 
 
 @intrinsic
+def total(typingctx, x):
+    """The sum of the lanes, in every lane."""
+
+    def codegen(context, builder, signature, args):
+        (x,) = args
+        step = LANES // 2
+        while step:
+            mask = ir.Constant(_INTS, [lane ^ step for lane in range(LANES)])
+            x = builder.fadd(x, builder.shuffle_vector(x, x, mask))
+            step //= 2
+        return x
+
+    return vector(vector), codegen
+
+
+@intrinsic
 def fetch_add(typingctx, address):
-    """Adds one to the int64 at `address` and returns what it was; safe between threads."""
+    """Adds one to the int64 at `address` and returns what it was; what a thread wrote before is seen by those that
+    count after it."""
 
     def codegen(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], _i64.as_pointer())
-        return builder.atomic_rmw("add", pointer, _i64(1), "monotonic")
+        return builder.atomic_rmw("add", pointer, _i64(1), "acq_rel")
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def wait_for(typingctx, address, count):
+    """Spins until the int64 at `address`, which other threads count up, is `count`; see `fetch_add`."""
+
+    def codegen(context, builder, signature, args):
+        address, count = args
+        pointer = builder.inttoptr(address, _i64.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [])
+        pause = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
+        test, spin, done = (builder.append_basic_block(name) for name in ("test", "spin", "done"))
+        builder.branch(test)
+        builder.position_at_end(test)
+        reached = builder.icmp_signed(">=", builder.load_atomic(pointer, "acquire", 8), count)
+        builder.cbranch(reached, done, spin)
+        builder.position_at_end(spin)
+        builder.call(pause, [])
+        builder.branch(test)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), codegen
 
 
 # flush-to-zero and denormals-are-zero of the MXCSR register

@@ -190,12 +190,40 @@ def test_importing_the_package_imports_no_numba():
 
 @needs_kernel
 def test_it_runs_where_no_cache_can_be_written(monkeypatch):
-    from numba.core.dispatcher import Dispatcher
+    from numba.core.ccallback import CFunc
 
-    from smi_kernels import cpu_loops
+    from smi_kernels.compiled import Loop, table
+    from smi_kernels.vectors import fetch_add
 
     def refuse(self):
         raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(Dispatcher, "enable_caching", refuse)
-    assert cpu_loops._entry(lambda x: x + 1)(2) == 3
+    monkeypatch.setattr(CFunc, "enable_caching", refuse)
+    counted = torch.zeros(1, dtype=torch.int64)
+
+    def count(arguments):
+        fetch_add(table(arguments, 1, 2)[0, 1])
+
+    Loop(count).run(3, counted.data_ptr())
+    assert counted.item() == 3
+
+
+@needs_kernel
+def test_pythons_threads_do_where_openmp_is_not_at_hand(monkeypatch, threads):
+    from smi_kernels import compiled
+
+    threads(2)
+    want = run_all("cpu", *sample(), CUT)
+    monkeypatch.setattr(compiled, "_openmp", lambda: None)
+    assert all(torch.equal(x, y) for x, y in zip(run_all("cpu", *sample(), CUT), want, strict=True))
+
+
+@needs_kernel
+def test_loops_run_in_the_threads_of_torch(threads):
+    """On Linux; nothing falls back in silence."""
+    from smi_kernels import compiled
+
+    library = torch.__config__.parallel_info()
+    if sys.platform != "linux" or "OpenMP" not in library:
+        pytest.skip(f"torch has no OpenMP here: {library}")
+    assert compiled._openmp() is not None
