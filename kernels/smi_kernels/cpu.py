@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # how compiled loops are told the dtype of a tensor
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # head sizes are multiples of it: two AVX-512 vectors, four of AVX2
-_SIZE_STEP = 32
+SIZE_STEP = 32
 _FEATURES = ("avx2", "fma", "f16c")
 
 
@@ -131,8 +131,8 @@ def verify(device: torch.device, dtype: torch.dtype, head_size: int) -> Verdict:
         return Verdict(False, f"tensors are on {device.type}")
     if dtype not in KINDS:
         return Verdict(False, f"computes in float32, not in {str(dtype).removeprefix('torch.')}")
-    if head_size % _SIZE_STEP:
-        return Verdict(False, f"head size {head_size} is not a multiple of {_SIZE_STEP}")
+    if head_size % SIZE_STEP:
+        return Verdict(False, f"head size {head_size} is not a multiple of {SIZE_STEP}")
     if find_spec("numba") is None:
         return Verdict(False, "numba is not installed")
     if missing := _missing_features():

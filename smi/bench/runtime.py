@@ -22,7 +22,6 @@ from smi.model.configuration import RWKV7Config
 from smi.model.modeling import RWKV7ForCausalLM
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
-from smi.runtime.loading import for_decoding
 from smi.runtime.session import Runtime
 from smi.tokenizer import load_tokenizer
 
@@ -42,7 +41,7 @@ def run() -> dict[str, Figure]:
     said = [Block(BlockType.USR, "river " * WORDS)]
     with tempfile.TemporaryDirectory() as folder:
         peer = _peer(save_native(model, Path(folder) / "model.pth"))
-        runtime = Runtime(for_decoding(model), tokenizer, capacity=SESSIONS)
+        runtime = Runtime(model, tokenizer, capacity=SESSIONS)
         with runtime.open() as session:
             session.send(said)
             prompt = list(session._ids)

@@ -1,20 +1,48 @@
 """One token for each of some sequences, with as few operations as it takes.
 
 The same function as `RWKV7ForCausalLM` at T = 1; a test holds one against the other. The model's own forward pays for
-what a single token does not need: modules, a kernel for whole sequences, checks of shapes. On a CPU that is a third of
-the time of a small model.
+what a single token does not need: modules, a kernel for whole sequences, checks of shapes. There are two forms: torch's
+operations, for any device and dtype, and one compiled call, `decoding_cpu`, for x86 processors.
 
 Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456), section 4.
 """
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from smi.model.modeling import DECAY_SCALE, RWKV7Block, RWKV7ForCausalLM, RWKV7State
+from smi_kernels import cpu
 
 
-class Decoder:
+class Decoder(Protocol):
+    def step(self, ids: Tensor, state: RWKV7State) -> Tensor:
+        """Logits [B, V] after one more id (int64 [B]) for each of the B sequences of `state`, which moves with them.
+
+        Raises IndexError for ids that the embedding does not have.
+        """
+        ...
+
+
+def decoder_for(model: RWKV7ForCausalLM) -> Decoder:
+    """The faster form for a model: compiled where processor, dtype and sizes allow it. It is of the model as it is
+    now: make another when the model has changed."""
+    weight, config = model.head.weight, model.config
+    if (
+        cpu.verify(weight.device, weight.dtype, config.head_dim).ok
+        and config.intermediate_size % cpu.SIZE_STEP == 0
+        and all(parameter.dtype == weight.dtype for parameter in model.parameters())
+    ):
+        # numba takes half a second to import
+        from smi.runtime.decoding_cpu import CPUDecoder
+
+        return CPUDecoder(model)
+    return TorchDecoder(model)
+
+
+class TorchDecoder:
     """Reads the model's parameters at every step; only the mixing vectors are copied, when it is made."""
 
     def __init__(self, model: RWKV7ForCausalLM) -> None:
@@ -27,7 +55,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, ids: Tensor, state: RWKV7State) -> Tensor:
-        """Logits [B, V] after one more id (int64 [B]) for each of the B sequences of `state`, which moves with them."""
+        """See `Decoder.step`."""
         body = self._model.rwkv7
         x_BC = F.embedding(ids, body.emb.weight)
         v_first = x_BC

@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-from torch import nn
-
 from smi.model.configuration import RWKV7Config
-from smi.model.modeling import RWKV7ForCausalLM
 from smi.model.time_state import TIME_STATE_FILE, load_time_state
 from smi.runtime.session import Runtime
 
@@ -33,16 +30,4 @@ def load_runtime(checkpoint: str, tokenizer: str | None = None, capacity: int = 
     model = load_pretrained(source)
     assert isinstance(model.config, RWKV7Config)
     time_state = load_time_state(tuned, model.config) if tuned.is_file() else None
-    return Runtime(for_decoding(model), load_tokenizer(tokenizer or source), capacity, time_state=time_state)
-
-
-def for_decoding(model: RWKV7ForCausalLM) -> RWKV7ForCausalLM:
-    """The same model, its tall matrices (head, key of the channel mix) laid out column by column.
-
-    Decoding multiplies them with one vector or few, which is limited by memory; a CPU then streams through columns
-    faster than it sums along rows. Shapes and values stay. Not for training, nor for a model that is to be saved.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.out_features > module.in_features:
-            module.weight.data = module.weight.data.t().contiguous().t()
-    return model
+    return Runtime(model, load_tokenizer(tokenizer or source), capacity, time_state=time_state)

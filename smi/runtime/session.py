@@ -33,7 +33,7 @@ from smi.protocol.payloads import ctrl_payload
 from smi.protocol.stream import Block, ProtocolError, Stream, Transmission
 from smi.protocol.tokens import BlockType, Side, TokenNamespace
 from smi.runtime import saved
-from smi.runtime.decoding import Decoder
+from smi.runtime.decoding import decoder_for
 from smi.runtime.grammar import Grammar, Limits
 from smi.runtime.pool import StatePool, model_fingerprint
 from smi.runtime.sampling import Sampling
@@ -313,7 +313,7 @@ class Runtime:
             )
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self._decoder = Decoder(model)
+        self._decoder = decoder_for(model)
         self.namespaces = tuple(namespaces)
         self.grammar = Grammar(tokenizer, rows, namespaces, model.head.weight.device)
         self.time_state = time_state

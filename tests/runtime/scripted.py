@@ -11,8 +11,8 @@ from smi.runtime.session import Runtime
 def tiny(rows, **config):
     """A model of random weights that say nothing in particular."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": rows}
-    model = RWKV7ForCausalLM(RWKV7Config(**sizes, **config))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": rows} | config
+    model = RWKV7ForCausalLM(RWKV7Config(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)

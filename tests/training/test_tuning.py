@@ -16,7 +16,7 @@ from smi.model.modeling import RWKV7State
 from smi.model.time_state import load_time_state, save_time_state
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
-from smi.runtime.decoding import Decoder
+from smi.runtime.decoding import decoder_for
 from smi.runtime.loading import load_runtime
 from smi.train import train
 from smi.training.loggers import read_lines
@@ -181,7 +181,7 @@ def test_a_matrix_is_merged_for_a_while_and_is_then_what_it_was():
         torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
         # what reads the matrices past their layers
         state = RWKV7State.fresh(model.config, 1, model.device)
-        decoder = Decoder(model)
+        decoder = decoder_for(model)
         for token in range(20):
             found = decoder.step(torch.tensor([token]), state)
         torch.testing.assert_close(found, want[:, -1], rtol=1e-3, atol=1e-3)
