@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from smi.protocol.json_text import dumps
-from smi.runtime.openai import ApiError
+from smi.runtime.openai_errors import ApiError
 
 # connections past uvicorn's limit_concurrency that are still told so; what is past these is closed as it comes
 SPARE_CONNECTIONS = 64

@@ -28,22 +28,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
 from smi.protocol.incremental import BlockClosed, BlockOpened, PayloadText
-from smi.protocol.json_text import dumps, loads
+from smi.protocol.json_text import dumps
 from smi.protocol.stream import ProtocolError, Stream
 from smi.protocol.tokens import BlockType
 from smi.runtime.constrained import Constrainer
 from smi.runtime.engine import Engine, EngineClosed, Failed, Job, News, Started
-from smi.runtime.openai import (
-    ApiError,
-    ChatRequest,
-    Envelope,
-    Message,
-    Usage,
-    bad_request,
-    check_values,
-    protocol_refusal,
-    read_request,
-)
+from smi.runtime.openai_errors import ApiError, bad_request, protocol_refusal
+from smi.runtime.openai_reply import Envelope, Message, Usage
+from smi.runtime.openai_request import ChatRequest, read_request
 from smi.runtime.session import Runtime
 from smi.runtime.turn import BlockCut, Reply, TurnEnded
 
@@ -258,19 +250,6 @@ class _Server:
             raise ApiError(408, "the body did not arrive in time", code="timeout", headers=close) from None
         return bytes(data)
 
-    def _understood(self, body: bytes) -> ChatRequest:
-        """On a thread of its own. No thread can be stopped, so what it may meet is bounded beforehand."""
-        try:
-            text = body.decode()
-            check_values(text, "the body")
-            value = loads(text)
-        except UnicodeDecodeError as error:
-            raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_json") from None
-        except ProtocolError as error:
-            where = f" at {error.where}" if error.where else ""
-            raise ApiError(400, f"the body is not usable JSON{where}: {error.message}", code="invalid_json") from None
-        return read_request(value, most_tokens=self._settings.max_tokens, constrainer=self._constrainer)
-
     # --- the routes
 
     async def _chat(self, http: Request) -> Response:
@@ -278,8 +257,11 @@ class _Server:
         with contextlib.ExitStack() as held:
             held.enter_context(self._place())
             body = await self._body(http)
-            # declarations are checked and compiled there
-            request = await asyncio.to_thread(self._understood, body)
+            # on a thread of its own, for what is declared is checked and compiled there; no thread can be stopped, so
+            # what it may meet is bounded beforehand
+            request = await asyncio.to_thread(
+                read_request, body, most_tokens=self._settings.max_tokens, constrainer=self._constrainer
+            )
             if request.model != self._settings.model:
                 message = f"there is no model {request.model!r} here; there is {self._settings.model!r}"
                 raise ApiError(404, message, code="model_not_found", param="model")

@@ -18,7 +18,7 @@ from smi.protocol.payloads import act_payload, loads
 from smi.protocol.stream import Block
 from smi.protocol.tokens import BlockType
 from smi.runtime.connections import SPARE_CONNECTIONS, bounded_connections
-from smi.runtime.openai import Message
+from smi.runtime.openai_reply import Message
 from smi.runtime.server import Settings, create_app
 from smi.runtime.session import Runtime
 from smi.tokenizer import load_tokenizer

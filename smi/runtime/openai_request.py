@@ -1,26 +1,25 @@
-"""The wire format of OpenAI's chat completions, as far as a stream can carry it: requests in, messages and chunks out.
+"""A request in OpenAI's form, as far as a stream can carry it: checked, bounded and understood.
 
 What cannot be honoured is refused with the field's name; the few fields that change nothing here are named in
-`_HARMLESS`. Reasoning travels as `reasoning_content`, the name that the ecosystem gave it.
+`_HARMLESS`.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from smi.protocol.conversation import Conversation, to_stream
-from smi.protocol.json_text import count_values, dumps
-from smi.protocol.payloads import normalise_tools, parse_act
-from smi.protocol.stream import Payload, ProtocolError, Stream
+from smi.protocol.json_text import count_values, dumps, loads
+from smi.protocol.payloads import normalise_tools
+from smi.protocol.stream import ProtocolError, Stream
 from smi.protocol.tokens import BlockType, Side
 from smi.runtime.constrained import Constrainer
 from smi.runtime.grammar import Limits
+from smi.runtime.openai_errors import ApiError, bad_request, protocol_refusal
 from smi.runtime.sampling import Sampling
-from smi.runtime.turn import Constraint, Reply
+from smi.runtime.turn import Constraint
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MOST_STOPS = 4
@@ -53,49 +52,13 @@ _MESSAGE_FIELDS = {
 }
 
 
-class ApiError(Exception):
-    """What the client is told instead of an answer: an HTTP status and OpenAI's error object."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.headers = status, dict(headers or {})
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
-        self.body = {
-            "error": {
-                "message": message,
-                "type": kind if status < 500 else "server_error",
-                "param": param,
-                "code": code,
-            }
-        }
-
-
-def bad_request(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
-    """A 400 that names the field."""
-    return ApiError(400, message, code=code, param=param)
-
-
-def check_values(text: str, name: str, param: str | None = None) -> None:
-    """Refuse JSON text with more values than can be read soon: 413."""
-    if (values := count_values(text)) > MOST_VALUES:
-        message = f"{name}: {values:,} JSON values, at most {MOST_VALUES:,} are read"
-        raise ApiError(413, message, code="body_too_large", param=param)
-
-
 @dataclass(frozen=True)
 class ChatRequest:
     """A request that was understood.
 
     prompt: the whole conversation; its last transmission is the runtime's.
-    tools: as declared, for the checks of what the model calls. calls: ids that the conversation has used.
+    conversation: as it was sent, with what it declares, for the checks of what the model calls.
+    calls: ids that the conversation has used.
     """
 
     prompt: Stream
@@ -161,12 +124,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def read_request(body: Any, *, most_tokens: int, constrainer: Constrainer) -> ChatRequest:
-    """A parsed JSON body as a request.
+def _check_values(text: str, name: str, param: str | None = None) -> None:
+    """Refuse JSON text with more values than can be read soon: 413."""
+    if (values := count_values(text)) > MOST_VALUES:
+        message = f"{name}: {values:,} JSON values, at most {MOST_VALUES:,} are read"
+        raise ApiError(413, message, code="body_too_large", param=param)
+
+
+def read_request(data: bytes, *, most_tokens: int, constrainer: Constrainer) -> ChatRequest:
+    """A JSON body as a request.
 
     most_tokens: that an answer may have, and the default for requests that name no limit.
-    Raises ApiError (400) that names the field, and for a conversation that the protocol refuses the message.
+    Raises ApiError: 413 for more than can be read soon; 400 that names the field, and for a conversation that the
+    protocol refuses the message.
     """
+    body = _parsed(data)
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object, got {_short(body)}", None, "invalid_type")
     fields = _Fields(body)
@@ -189,9 +161,9 @@ def read_request(body: Any, *, most_tokens: int, constrainer: Constrainer) -> Ch
 
     tools = [_tool(tool, i) for i, tool in enumerate(_bounded(fields.take("tools", list, default=[]), "tools"))]
     # JSON within texts was not counted with the body
-    check_values(",".join(_arguments(messages)), "the arguments of all calls", "messages")
+    _check_values(",".join(_arguments(messages)), "the arguments of all calls", "messages")
     conversation = Conversation(
-        [_message(message, i) for i, message in enumerate(messages)],
+        [read_message(message, i) for i, message in enumerate(messages)],
         tools=tools or None,
         ctrl=_ctrl(fields),
         caps=_bounded(fields.take("smi_caps", dict), "smi_caps"),
@@ -221,12 +193,19 @@ def read_request(body: Any, *, most_tokens: int, constrainer: Constrainer) -> Ch
     return request
 
 
-def protocol_refusal(error: ProtocolError) -> ApiError:
-    """What the protocol does not allow, as a 400 with its place."""
-    return ApiError(400, str(error), code=error.reason, param=error.where or "messages")
+def _parsed(data: bytes) -> Any:
+    try:
+        text = data.decode()
+        _check_values(text, "the body")
+        return loads(text)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_json") from None
+    except ProtocolError as error:
+        where = f" at {error.where}" if error.where else ""
+        raise ApiError(400, f"the body is not usable JSON{where}: {error.message}", code="invalid_json") from None
 
 
-def _message(message: Any, index: int) -> Any:
+def read_message(message: Any, index: int) -> Any:
     """A message without the fields that say nothing; `to_stream` judges the rest."""
     if not isinstance(message, dict) or message.get("role") not in _MESSAGE_FIELDS:
         return message
@@ -321,13 +300,14 @@ def _held(
 ) -> tuple[Limits, Callable[[BlockType], Constraint | None]]:
     """What tool_choice, parallel_tool_calls and response_format leave to the model."""
     caps = conversation.caps or {}
-    choice = fields.take("tool_choice", str, dict, default="auto" if declared or caps.get("actions") else "none")
+    may_call = bool(declared or caps.get("actions"))
+    choice = fields.take("tool_choice", str, dict, default="auto" if may_call else "none")
     least: dict[BlockType, int] = {}
     most: dict[BlockType, int] = {}
     if not fields.take("parallel_tool_calls", bool, default=True):
         most[BlockType.ACT] = 1
     named = _named(choice)
-    if choice == "none" or not (declared or caps.get("actions")):
+    if choice == "none" or not may_call:
         if choice not in ("none", "auto"):
             raise bad_request("tool_choice asks for a call, but no tools are declared", "tool_choice")
         most[BlockType.ACT] = 0
@@ -392,125 +372,3 @@ def _schema(format: dict[str, Any] | None) -> dict[str, Any] | None:
         '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
         "response_format",
     )
-
-
-# --- answers --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Refused:
-    """An action that is not handed out, as the client is told of it."""
-
-    type: str
-    where: str
-    message: str
-
-    def to_dict(self) -> dict[str, str]:
-        return {"type": self.type, "where": self.where, "message": self.message}
-
-
-@dataclass
-class Message:
-    """The assistant's message while it is put together, block by block.
-
-    A call goes out once its block is whole and was checked; what is cut, malformed or undeclared, does not fit its
-    schema or repeats an id is listed as refused.
-    """
-
-    request: ChatRequest
-    reasoning: str = ""
-    content: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-
-    def say(self, kind: BlockType, text: str) -> dict[str, Any] | None:
-        """More text of a block; the delta, or None where there is none."""
-        if kind is BlockType.THINK:
-            self.reasoning += text
-            return {"reasoning_content": text}
-        if kind is BlockType.OUT:
-            self.content += text
-            return {"content": text}
-        return None
-
-    def act(self, payload: Payload) -> dict[str, Any] | None:
-        """A whole ACT block; the delta, or None where it is refused."""
-        conversation = self.request.conversation
-        caps = conversation.caps or {}
-        try:
-            action = parse_act(payload, conversation.tools or caps.get("tools") or [], caps.get("actions"))
-            if action.id in self.request.calls or any(call["id"] == action.id for call in self.calls):
-                raise ProtocolError("duplicate_call_id", "id", f"the call id {action.id!r} was used before")
-        except ProtocolError as error:
-            self.refused.append(Refused(error.reason, error.where, error.message))
-            return None
-        function = {"name": action.name, "arguments": dumps(action.arguments)}
-        if action.type == "tool":
-            self.calls.append({"id": action.id, "type": "function", "function": function})
-        else:
-            self.calls.append({"id": action.id, "type": "action", **function})
-        return {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}
-
-    def cut(self) -> None:
-        """An ACT block that a limit or a stop ended."""
-        self.refused.append(Refused("unfinished", "", "cut by a limit before it was whole"))
-
-    def to_dict(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"role": "assistant", "content": self.content or None, "refusal": None}
-        if self.reasoning:
-            made["reasoning_content"] = self.reasoning
-        if self.calls:
-            made["tool_calls"] = self.calls
-        if self.refused:
-            made["smi_refused_actions"] = [refused.to_dict() for refused in self.refused]
-        return made
-
-    def history(self) -> Stream | None:
-        """The conversation with this answer, as the client will send it again; None where it cannot."""
-        spoken = [*self.request.conversation.messages, _message(self.to_dict(), -1)]
-        try:
-            return to_stream(replace(self.request.conversation, messages=spoken))
-        except ProtocolError:
-            return None
-
-    def finish_reason(self, reply: Reply) -> str:
-        return "tool_calls" if self.calls else "length" if reply.reason == "max_tokens" else "stop"
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a request. cached: of the prompt, those that the state had read already."""
-
-    prompt: int
-    cached: int
-    completion: int
-    reasoning: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
-        }
-
-
-class Envelope:
-    """Id, time and model that the answer and all its chunks share."""
-
-    def __init__(self, request: ChatRequest) -> None:
-        self._request = request
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
-
-    def whole(self, message: Message, finish_reason: str, usage: Usage) -> dict[str, Any]:
-        choice = {"index": 0, "message": message.to_dict(), "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage.to_dict()}
-
-    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        made = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        return {**made, "usage": None} if self._request.include_usage else made
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.to_dict()}
